@@ -1,0 +1,24 @@
+"""Fake quantization and its relatives: one meaning, a form for each device."""
+
+from __future__ import annotations
+
+from .dispatch import (
+    choose_qparams,
+    dequantize,
+    fake_quantize,
+    min_max,
+    observe_and_fake_quantize,
+    quantize,
+)
+from .grid import Grid, block_counts
+
+__all__ = [
+    "Grid",
+    "block_counts",
+    "choose_qparams",
+    "dequantize",
+    "fake_quantize",
+    "min_max",
+    "observe_and_fake_quantize",
+    "quantize",
+]

@@ -1,0 +1,320 @@
+"""The meaning of every kernel, as plain torch: the numbers that the fused forms must give bit for bit.
+
+All arithmetic is float32, whatever the tensor's dtype, except that scales, zero points and minvals are computed in the
+dtype of the range they come from. Every function runs on every device, on fake and on meta tensors, and is what
+``torch.compile`` traces. ``quantize`` and ``dequantize`` are differentiable wherever torch is, so that a scale may be
+learned: pass a rounding function with a straight-through gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bitwright.formats import format_of, power_of_two_scale
+from bitwright.formats.rounding import round_to_format
+
+from .grid import Grid, block_view_shape
+
+__all__ = ["choose_qparams", "dequantize", "fake_quantize", "inside_range", "min_max", "quantize"]
+
+_EPS = torch.finfo(torch.float32).eps
+_INT32_MIN = -2147483648.0
+
+
+def _offsets(
+    grid: Grid, zero_point: torch.Tensor | None, minval: torch.Tensor | None, shape: tuple[int, ...]
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Code offset and float offset of the two integer formulations."""
+    if grid.formulation == "minval":
+        if minval is None:
+            raise ValueError("The 'minval' formulation needs minval, got None.")
+        return float(grid.quant_min), minval.to(torch.float32).reshape(shape)
+    return (0.0 if zero_point is None else zero_point.to(torch.float32).reshape(shape)), 0.0
+
+
+def _scale_shape(scale: torch.Tensor, shape: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in which a scale broadcasts; one number fits every tensor."""
+    blocks = 1
+    for count in counts:
+        blocks *= count
+    if scale.numel() == blocks:
+        return shape
+    if scale.numel() == 1:
+        return (1,) * len(shape)
+    raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {counts}.")
+
+
+def _unclamped(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    rounding: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    view, _, wide, counts = block_view_shape(tuple(x.shape), block_size)
+    wide = _scale_shape(scale, wide, counts)
+    values = x.to(torch.float32).reshape(view)
+    step = scale.to(torch.float32).reshape(wide)
+    if not grid.is_integer:
+        return (values / step).reshape(x.shape)
+    offset, origin = _offsets(grid, zero_point, minval, wide)
+    return (rounding((values - origin) / step) + offset).reshape(x.shape)
+
+
+def _clamped(pre: torch.Tensor, grid: Grid) -> torch.Tensor:
+    codes = torch.clamp(pre, grid.quant_min, grid.quant_max)
+    return codes if grid.is_integer else round_to_format(codes, format_of(grid.dtype))
+
+
+def quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    rounding: Callable[[torch.Tensor], torch.Tensor] = torch.round,
+) -> torch.Tensor:
+    """Return the quantized values as float32: codes of integers, representable values of float formats.
+
+    Integers: ``clamp(round((x - f) / scale) + o)`` with ``o, f = zero_point, 0`` or ``quant_min, minval``; halves go to
+    the even number. Float formats: ``x / scale``, clamped, rounded to the nearest value.
+
+    Args:
+        x: tensor of any shape, floating point.
+        scale: one entry per block, or a single one.
+        zero_point: like ``scale``, or None for 0; used by the ``"zp"`` formulation.
+        minval: like ``scale``; used by the ``"minval"`` formulation.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+        rounding: rounds integers; replace it to give it a gradient.
+
+    Returns:
+        float32 tensor of the shape of ``x``. NaN stays NaN.
+
+    Raises:
+        ValueError: blocks do not divide, or a scale does not fit, or a needed minval is missing.
+    """
+    return _clamped(_unclamped(x, scale, zero_point, minval, block_size, grid, rounding), grid)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the values that codes stand for: ``(codes - o) * scale + f``, or ``codes * scale`` for float formats.
+
+    Args:
+        codes: what ``quantize`` returned, in any dtype that holds it.
+        scale: as in ``quantize``.
+        zero_point: as in ``quantize``.
+        minval: as in ``quantize``.
+        block_size: as in ``quantize``.
+        grid: as in ``quantize``.
+        output_dtype: dtype of the result; the arithmetic is float32.
+
+    Raises:
+        ValueError: as ``quantize``.
+    """
+    view, _, wide, counts = block_view_shape(tuple(codes.shape), block_size)
+    wide = _scale_shape(scale, wide, counts)
+    values = codes.to(torch.float32).reshape(view)
+    step = scale.to(torch.float32).reshape(wide)
+    if grid.is_integer:
+        offset, origin = _offsets(grid, zero_point, minval, wide)
+        values = (values - offset) * step + origin
+    else:
+        values = values * step
+    return values.reshape(codes.shape).to(output_dtype)
+
+
+def inside_range(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """Return which elements lie inside the grid's range, bounds included: where the gradient passes.
+
+    Integers are compared after rounding and adding the offset, float formats before rounding. NaN is outside.
+
+    Returns:
+        bool tensor of the shape of ``x``.
+    """
+    pre = _unclamped(x, scale, zero_point, minval, block_size, grid, torch.round)
+    return (pre >= grid.quant_min) & (pre <= grid.quant_max)
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """Quantize and dequantize; the gradient passes straight through where ``inside_range``.
+
+    Args:
+        x: tensor of any shape, floating point.
+        scale: as in ``quantize``; gets no gradient.
+        zero_point: as in ``quantize``.
+        minval: as in ``quantize``.
+        block_size: as in ``quantize``.
+        grid: as in ``quantize``.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: as ``quantize``.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: torch.Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+            x, scale, zero_point, minval, block_size, grid
+        )
+        return result
+    return _forward(x, scale, zero_point, minval, block_size, grid)[0]
+
+
+def _forward(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pre = _unclamped(x, scale, zero_point, minval, block_size, grid, torch.round)
+    codes = _clamped(pre, grid)
+    y = dequantize(codes, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=x.dtype)
+    return y, pre
+
+
+class _StraightThrough(torch.autograd.Function):
+    """``fake_quantize`` with the gradient of the identity inside the range and zero outside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        block_size: tuple[int, ...],
+        grid: Grid,
+    ) -> torch.Tensor:
+        y, pre = _forward(x, scale, zero_point, minval, block_size, grid)
+        ctx.save_for_backward((pre >= grid.quant_min) & (pre <= grid.quant_max))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None, None, None, None, None
+
+
+def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest element of every block; a NaN makes both NaN.
+
+    Args:
+        x: tensor of any shape.
+        block_size: shape of one block; divides the shape of ``x``.
+
+    Returns:
+        Two tensors of the dtype of ``x`` and of shape ``x.shape // block_size``. A block without elements gives 0.
+
+    Raises:
+        ValueError: blocks do not divide.
+    """
+    view, inner, _, counts = block_view_shape(tuple(x.shape), block_size)
+    x = x.detach()
+    if x.numel() == 0:
+        return x.new_zeros(counts), x.new_zeros(counts)
+    blocks = x.reshape(view)
+    if not inner:
+        return blocks.reshape(counts).clone(), blocks.reshape(counts).clone()
+    return blocks.amin(inner).reshape(counts), blocks.amax(inner).reshape(counts)
+
+
+def choose_qparams(
+    min_val: torch.Tensor,
+    max_val: torch.Tensor,
+    *,
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return scale, zero point and minval for a range, which is first widened to include zero.
+
+    Computed in the dtype of ``min_val``:
+
+    * symmetric (clipping or not): ``scale = max(|min|, |max|) / ((quant_max - quant_min) / 2)``, the zero point is the
+      middle code, ``minval = -max(|min|, |max|)``;
+    * asymmetric: ``scale = (max - min) / (quant_max - quant_min)``, ``zero_point = quant_min - round(min / scale)``
+      clamped to the codes, ``minval = min``;
+    * ``scale_dtype=torch.float8_e8m0fnu``: ``bitwright.formats.power_of_two_scale``.
+
+    The scale is at least the float32 machine epsilon (power of two: ``2**-126``).
+
+    Args:
+        min_val: smallest value of each block.
+        max_val: largest value of each block, same shape and dtype.
+        grid: the codes.
+        scheme: ``"symmetric"``, ``"asymmetric"`` or ``"symmetric_with_clipping"``; float formats take the first.
+        scale_dtype: None, or ``torch.float8_e8m0fnu`` for float formats.
+
+    Returns:
+        float32 scale, int32 zero point, float32 minval, in the shape of ``min_val``; the last two are None for float
+        formats. A NaN zero point becomes the smallest int32.
+
+    Raises:
+        ValueError: unknown scheme, or one that the format does not take.
+    """
+    check_scheme(grid, scheme, scale_dtype)
+    low = torch.minimum(min_val, torch.zeros_like(min_val))
+    high = torch.maximum(max_val, torch.zeros_like(max_val))
+    if scheme == "asymmetric":
+        span = torch.full_like(low, float(grid.quant_max - grid.quant_min))
+        scale = torch.clamp((high - low) / span, min=_EPS)
+        zero_point = torch.clamp(grid.quant_min - torch.round(low / scale), grid.quant_min, grid.quant_max)
+        whole = torch.nan_to_num(zero_point.to(torch.float32), nan=_INT32_MIN).to(torch.int32)
+        return scale.to(torch.float32), whole, low.to(torch.float32)
+    max_abs = torch.maximum(-low, high)
+    if scale_dtype is not None:
+        return power_of_two_scale(max_abs, grid.dtype), None, None
+    # The divisor is a tensor because CUDA multiplies by the reciprocal of a number, which rounds differently.
+    half = torch.full_like(max_abs, float(grid.quant_max - grid.quant_min) / 2)
+    scale = torch.clamp(max_abs / half, min=_EPS).to(torch.float32)
+    if not grid.is_integer:
+        return scale, None, None
+    middle = torch.full_like(scale, int((grid.quant_max + grid.quant_min + 1) / 2), dtype=torch.int32)
+    return scale, middle, (-max_abs).to(torch.float32)
+
+
+def check_scheme(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> None:
+    """Raise ``ValueError`` when a scheme or a scale dtype does not go with a grid."""
+    if scheme not in ("symmetric", "asymmetric", "symmetric_with_clipping"):
+        raise ValueError(f"scheme must be 'symmetric', 'asymmetric' or 'symmetric_with_clipping', got {scheme!r}.")
+    if scale_dtype not in (None, torch.float8_e8m0fnu):
+        raise ValueError(f"scale_dtype must be None or torch.float8_e8m0fnu, got {scale_dtype}.")
+    if grid.is_integer and scale_dtype is not None:
+        raise ValueError(f"scale_dtype is for FP8 and FP4, got {scale_dtype} with {grid.dtype}.")
+    if not grid.is_integer and scheme == "asymmetric":
+        raise ValueError(f"{grid.dtype} has no zero point; use the scheme 'symmetric'.")
