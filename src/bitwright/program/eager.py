@@ -1,0 +1,244 @@
+"""Eager front end: one traced forward, recorded through a torch function mode and forward hooks."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
+from .protect import preserved_state
+from .signatures import argument_names
+
+__all__ = ["trace_eager"]
+
+
+def trace_eager(
+    model: nn.Module,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Program:
+    """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
+
+    Each module is recorded at its first call only. The model, its statistics and the random state are as before.
+
+    Raises:
+        RuntimeError: the model's forward raised; the error names the innermost module and keeps the cause.
+    """
+    tracer = _Tracer(model)
+    kwargs = dict(example_kwargs or {})
+    with preserved_state(model):
+        handles = tracer.install()
+        try:
+            with tracer.mode:
+                model(*example_inputs, **kwargs)
+        except Exception as error:
+            where = tracer.failed_in
+            raise RuntimeError(
+                f"The model raised {type(error).__name__} in its forward (module {where or '<root>'!r}) while it was "
+                f"traced with the example inputs: {error}. Check that model(*example_inputs) runs in eval mode."
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+    return tracer.program()
+
+
+class _Frame:
+    """One running module call."""
+
+    __slots__ = ("call", "counts", "path", "recording")
+
+    def __init__(self, path: str, recording: bool) -> None:
+        self.path = path
+        self.recording = recording
+        self.counts: dict[str, int] = {}
+        self.call = ModuleCall(path)
+
+
+class _Tracer:
+    """Records ops and values while the model runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.states = collect_states(model)
+        self.by_tensor: dict[int, StateTensor] = {id(state.tensor): state for state in self.states.values()}
+        self.paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
+        self.ops: list[Op] = []
+        self.calls: dict[str, ModuleCall] = {}
+        self.frames: list[_Frame] = []
+        self.visited: set[str] = set()
+        self.values: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Value]] = {}
+        self.state_values: dict[int, Value] = {}
+        self.failed_in: str | None = None
+        self.mode = _RecordingMode(self)
+
+    def install(self) -> list[Any]:
+        handles: list[Any] = []
+        for module in self.model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+        return handles
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        path = self.paths[id(module)]
+        frame = _Frame(path, path not in self.visited)
+        self.visited.add(path)
+        if frame.recording:
+            if self.frames and self.frames[-1].recording:
+                self.frames[-1].call.children.append(path)
+            kind = ValueKind.INPUT if not self.frames else ValueKind.OTHER
+            for name, leaf in _flat_arguments(module, args, kwargs):
+                frame.call.input_names.append(name)
+                frame.call.inputs.append(self._value_of(leaf, name, kind))
+            self.calls[path] = frame.call
+        self.frames.append(frame)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        frame = self.frames.pop()
+        if output is None and self.failed_in is None:
+            self.failed_in = frame.path
+        if frame.recording:
+            for index, leaf in enumerate(tree_leaves(output)):
+                frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
+
+    def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any) -> Any:
+        """Run ``func`` and record it; ``inputs`` are the values looked up before the call (it may work in place)."""
+        frame = self.frames[-1]
+        base = func.__name__
+        number = frame.counts.get(base, 0)
+        frame.counts[base] = number + 1
+        result = func(*args, **kwargs)
+        call = f"{base}_{number}" if number else base
+        stack = tuple(f.path for f in self.frames)
+        op = Op(f"{frame.path}.{call}" if frame.path else call, base, func, stack, call)
+        for index, name, item, value in inputs:
+            argument = Argument(op, index, name, value, item)
+            op.arguments.append(argument)
+            value.uses.append(argument)
+            if value.state is not None:
+                value.state.uses.append(argument)
+        op.literals = _literals(func, args, kwargs)
+        for index, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                value = self._new_value(leaf, op.name, ValueKind.INTERMEDIATE)
+                value.producer, value.output_index = op, index
+                op.outputs.append(value)
+        self.ops.append(op)
+        frame.call.ops.append(op)
+        return result
+
+    def lookup(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        names = argument_names(func)
+        found: list[Any] = []
+        entries = [(i, names[i] if i < len(names) else str(i), a) for i, a in enumerate(args)]
+        entries += [(names.index(k) if k in names else len(args) + n, k, v) for n, (k, v) in enumerate(kwargs.items())]
+        for index, name, entry in entries:
+            if isinstance(entry, torch.Tensor):
+                found.append((index, name, None, self._value_of(entry, name, ValueKind.OTHER)))
+            elif isinstance(entry, (list, tuple)):
+                for item, leaf in enumerate(entry):
+                    if isinstance(leaf, torch.Tensor):
+                        found.append((index, name, item, self._value_of(leaf, name, ValueKind.OTHER)))
+        return found
+
+    def _value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        state = self.by_tensor.get(id(leaf))
+        if state is not None:
+            return self._state_value(state)
+        known = self.values.get((id(leaf), _version(leaf)))
+        if known is not None and known[0]() is leaf:
+            return known[1]
+        return self._new_value(leaf, name, kind)
+
+    def _state_value(self, state: StateTensor) -> Value:
+        value = self.state_values.get(id(state))
+        if value is None:
+            value = Value(state.name, ValueKind.STATE, tuple(state.tensor.shape), state.tensor.dtype, state=state)
+            self.state_values[id(state)] = value
+        return value
+
+    def _new_value(self, tensor: torch.Tensor, name: str, kind: ValueKind) -> Value:
+        value = Value(name, kind, tuple(tensor.shape), tensor.dtype)
+        self.values[(id(tensor), _version(tensor))] = (weakref.ref(tensor), value)
+        return value
+
+    def program(self) -> Program:
+        root = self.calls.get("", ModuleCall(""))
+        return Program(
+            mode="eager",
+            ops=self.ops,
+            states=self.states,
+            calls=self.calls,
+            inputs=[value for value in root.inputs if value is not None],
+            outputs=[value for value in root.outputs if value is not None],
+            modules={path: type(module) for path, module in self.model.named_modules()},
+        )
+
+
+class _RecordingMode(TorchFunctionMode):
+    """Sends every call on tensors that runs inside a module to the tracer."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        frames = self.tracer.frames
+        name = getattr(func, "__name__", "")
+        if not frames or not frames[-1].recording or name in _NOT_OPS:
+            return func(*args, **kwargs)
+        return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs))
+
+
+_NOT_OPS = frozenset(
+    {"__get__", "__set__", "__delete__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
+    | {"is_complex", "_set_grad_enabled", "__len__", "__repr__", "__format__", "storage_offset", "data_ptr", "ndimension"}
+    | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
+)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = argument_names(func)
+    plain = (bool, int, float, str)
+    kept = {names[i]: a for i, a in enumerate(args) if i < len(names) and isinstance(a, plain)}
+    return {**kept, **{key: entry for key, entry in kwargs.items() if isinstance(entry, plain)}}
+
+
+def _flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return ``(parameter name, leaf)`` for the flattened arguments in the order of forward's signature."""
+    names = _forward_parameters(type(module))
+    named = [(names[i] if i < len(names) else f"arg_{i}", entry) for i, entry in enumerate(args)]
+    order = {name: i for i, name in enumerate(names)}
+    named += sorted(kwargs.items(), key=lambda entry: order.get(entry[0], len(order)))
+    flat: list[tuple[str, Any]] = []
+    for name, entry in named:
+        leaves = tree_leaves(entry)
+        flat += [(name if len(leaves) == 1 else f"{name}_{i}", leaf) for i, leaf in enumerate(leaves)]
+    return flat
+
+
+def _forward_parameters(cls: type[nn.Module]) -> list[str]:
+    try:
+        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -1,0 +1,234 @@
+"""Data classes of the program: what planning, insertion, inspection and export read.
+
+A :class:`Program` is built by a front end (``trace_eager``, ``capture_graph``) and is not changed afterwards.
+It holds no copies of tensors: states refer to the model's own parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Argument", "ModuleCall", "Op", "Program", "StateTensor", "Value", "ValueKind"]
+
+_QUANTIZABLE_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class ValueKind(enum.StrEnum):
+    """Where a value comes from."""
+
+    INPUT = "input"
+    STATE = "state"
+    INTERMEDIATE = "intermediate"
+    OTHER = "other"
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class StateTensor:
+    """A parameter or buffer of the model; one object for all the names it is registered under.
+
+    Attributes:
+        names: every dotted name, the canonical one (first in ``named_modules`` order) first.
+        owners: the ``(module path, attribute)`` of each name.
+        tensor: the model's own tensor.
+        is_parameter: False for buffers.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[tuple[str, str], ...]
+    tensor: torch.Tensor
+    is_parameter: bool
+    uses: list[Argument] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"StateTensor({self.name!r}, {tuple(self.tensor.shape)})"
+
+    @property
+    def name(self) -> str:
+        """Canonical dotted name."""
+        return self.names[0]
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Local attribute names, without repeats, in order of the owners."""
+        return tuple(dict.fromkeys(attribute for _, attribute in self.owners))
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Value:
+    """One tensor that flows between ops.
+
+    Attributes:
+        name: unique, for people (``"conv.conv2d"``, ``"x"``, ``"fc.weight"``).
+        shape: sizes at the time of tracing; an entry may be symbolic in graph mode.
+        producer: the op that computed it, None for inputs and states.
+        output_index: position among the producer's outputs.
+        uses: the arguments that read it.
+        state: set where ``kind`` is STATE.
+    """
+
+    name: str
+    kind: ValueKind
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    producer: Op | None = None
+    output_index: int = 0
+    uses: list[Argument] = field(default_factory=list)
+    state: StateTensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Value({self.name!r}, {self.kind}, {self.shape}, {self.dtype})"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (symbolic sizes count with their hint)."""
+        count = 1
+        for size in self.shape:
+            count *= int(size)
+        return count
+
+    @property
+    def is_quantizable(self) -> bool:
+        """True for a floating-point tensor with more than one element."""
+        return self.dtype in _QUANTIZABLE_FLOATS and self.numel > 1
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Argument:
+    """One tensor argument of an op.
+
+    Attributes:
+        index: position in the op's normalised argument list; for a list of tensors, see ``item``.
+        name: the parameter's name in the op's signature (``"input"``, ``"weight"``).
+        item: position inside the list where the argument is a list of tensors, else None.
+    """
+
+    op: Op
+    index: int
+    name: str
+    value: Value
+    item: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Argument({self.op.name!r}, {self.index}, {self.label!r}, {self.value!r})"
+
+    @property
+    def label(self) -> str:
+        """Name that is unique within the op."""
+        return self.name if self.item is None else f"{self.name}_{self.item}"
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Op:
+    """One call of a function on tensors.
+
+    Attributes:
+        name: what ``op_name_config`` matches: ``"path.func_1"`` in eager mode, the node's name in graph mode.
+        type: what ``op_type_config`` matches (``"linear"``, ``"add_"``).
+        target: the Python function or the aten overload.
+        module_stack: paths of the modules that the call ran in, outermost (``""``) first.
+        call: name of the call inside its module (``"add_1"``): how the runtime recognises it in eager mode.
+        literals: arguments that are not tensors, by position and name, as far as planning needs them.
+        handle: the front end's own object for this op (an ``fx.Node`` in graph mode).
+    """
+
+    name: str
+    type: str
+    target: Callable[..., Any]
+    module_stack: tuple[str, ...]
+    call: str
+    arguments: list[Argument] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    literals: dict[str, Any] = field(default_factory=dict)
+    handle: Any = None
+
+    def __repr__(self) -> str:
+        return f"Op({self.name!r}, {self.type!r}, in={self.module_path!r})"
+
+    @property
+    def module_path(self) -> str:
+        """Path of the innermost module."""
+        return self.module_stack[-1]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class ModuleCall:
+    """The first call of a module: which values crossed its boundary, numbered in the order of forward's arguments.
+
+    Attributes:
+        path: canonical module path.
+        inputs: tensors among the flattened arguments (None where the argument is no tensor).
+        input_names: forward's parameter name for each entry of ``inputs``.
+        outputs: tensors among the flattened outputs.
+        ops: every recorded call made directly in this module's forward, in order.
+        children: paths of the modules called directly.
+    """
+
+    path: str
+    inputs: list[Value | None] = field(default_factory=list)
+    input_names: list[str] = field(default_factory=list)
+    outputs: list[Value | None] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    children: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Program:
+    """The model as planning sees it.
+
+    Attributes:
+        mode: ``"eager"`` or ``"graph"``.
+        ops: in order of execution.
+        states: by canonical name, only those of the model that hold at least one element.
+        calls: the first call of each module, by canonical path.
+        inputs: the model's tensor inputs.
+        outputs: the model's tensor outputs.
+        modules: canonical path of each module, to the module's class.
+    """
+
+    mode: str
+    ops: list[Op]
+    states: dict[str, StateTensor]
+    calls: dict[str, ModuleCall]
+    inputs: list[Value]
+    outputs: list[Value]
+    modules: dict[str, type[nn.Module]]
+
+    def values(self) -> Iterator[Value]:
+        """Yield every value once: inputs, then each op's state arguments and outputs in order."""
+        seen: set[int] = set()
+        for value in self._all_values():
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+    def _all_values(self) -> Iterator[Value]:
+        yield from self.inputs
+        for op in self.ops:
+            yield from (argument.value for argument in op.arguments)
+            yield from op.outputs
+
+
+def collect_states(model: nn.Module) -> dict[str, StateTensor]:
+    """Return the model's parameters and buffers by canonical name, tied ones under one entry."""
+    found: dict[int, StateTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        entries = [*module._parameters.items(), *module._buffers.items()]
+        for attribute, tensor in entries:
+            if tensor is None:
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            known = found.get(id(tensor))
+            if known is None:
+                found[id(tensor)] = StateTensor(
+                    (name,), ((path, attribute),), tensor, isinstance(tensor, nn.Parameter)
+                )
+            else:
+                known.names += (name,)
+                known.owners += ((path, attribute),)
+    return {state.name: state for state in found.values()}
