@@ -318,3 +318,32 @@ def check_scheme(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> No
         raise ValueError(f"scale_dtype is for FP8 and FP4, got {scale_dtype} with {grid.dtype}.")
     if not grid.is_integer and scheme == "asymmetric":
         raise ValueError(f"{grid.dtype} has no zero point; use the scheme 'symmetric'.")
+
+
+def observe_and_fake_quantize(
+    x: torch.Tensor,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Find every block's range, choose its parameters, and fake-quantize with them.
+
+    Args:
+        x: tensor of any shape, floating point.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+        scheme: as in ``choose_qparams``.
+        scale_dtype: as in ``choose_qparams``.
+
+    Returns:
+        The fake-quantized tensor (with the straight-through gradient), scale, zero point and minval.
+
+    Raises:
+        ValueError: as ``min_max`` and ``choose_qparams``.
+    """
+    low, high = min_max(x, block_size)
+    scale, zero_point, minval = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
+    y = fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    return y, scale, zero_point, minval
