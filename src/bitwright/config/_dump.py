@@ -1,0 +1,101 @@
+"""Configs as plain data: only what JSON can hold, and only what says something."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from ._polymorphic import dump_spec
+from ._strict import StrictModel
+from .spec import CompressionSpec
+
+_ALWAYS_WRITTEN = frozenset({"global_config", "op_input_spec", "op_output_spec", "op_state_spec"})
+"""Fields in which leaving out means something else than writing the empty value."""
+
+_SpecWriter = Callable[[CompressionSpec], Any]
+
+
+def plain_config(config: BaseModel, write_spec: _SpecWriter = dump_spec) -> dict[str, Any]:
+    """Return ``config`` as nested dicts of plain values, without the fields that hold their default.
+
+    Args:
+        config: a config of any level.
+        write_spec: what to put in the place of a spec.
+    """
+    result: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name in _ALWAYS_WRITTEN or value != field.get_default(call_default_factory=True):
+            result[name] = _plain(value, write_spec)
+    return result
+
+
+def _plain(value: Any, write_spec: _SpecWriter) -> Any:
+    if isinstance(value, CompressionSpec):
+        return write_spec(value)
+    if isinstance(value, StrictModel):
+        return plain_config(value, write_spec)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: _plain(item, write_spec) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, write_spec) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+class _Anchored(dict[str, Any]):
+    """A mapping that is written once, under an anchor of its own name."""
+
+    name: str
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes anchored mappings under their names."""
+
+    def generate_anchor(self, node: Any) -> str:
+        name: str | None = getattr(node, "anchor_name", None)
+        return name if name is not None else super().generate_anchor(node)
+
+    def represent_anchored(self, data: _Anchored) -> yaml.MappingNode:
+        node = self.represent_mapping("tag:yaml.org,2002:map", list(data.items()))
+        node.anchor_name = data.name  # type: ignore[attr-defined]  # read back by generate_anchor
+        return node
+
+
+_Dumper.add_representer(_Anchored, _Dumper.represent_anchored)
+
+
+def yaml_document(config: BaseModel, config_key: str, spec_key: str) -> str:
+    """Return ``config`` as a YAML document in which equal specs are written once and referred to by name."""
+    anchored: dict[str, _Anchored] = {}
+
+    def write_spec(spec: CompressionSpec) -> _Anchored:
+        fields = dump_spec(spec)
+        for known in anchored.values():
+            if known == fields:
+                return known
+        added = _Anchored(fields)
+        added.name = _free_name(fields, anchored)
+        anchored[added.name] = added
+        return added
+
+    section = plain_config(config, write_spec)
+    document = {spec_key: dict(anchored), config_key: section} if anchored else {config_key: section}
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+def _free_name(fields: Mapping[str, Any], taken: Mapping[str, Any]) -> str:
+    """Return a readable name for a spec, such as ``int8_per_channel``, that is not taken yet."""
+    granularity = fields.get("granularity")
+    kind = granularity.get("type") if isinstance(granularity, Mapping) else None
+    base = "_".join(str(part) for part in (fields.get("dtype"), kind) if part) or "spec"
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    return name

@@ -1,0 +1,166 @@
+"""Config files: reading and writing a config as a dict, YAML or JSON, and the JSON schema of such files."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, ClassVar, Self
+
+import yaml
+
+from ._dump import plain_config, yaml_document
+from ._schema import FileSchema
+from ._strict import StrictModel
+
+__all__ = ["ConfigFile"]
+
+
+class ConfigFile(StrictModel):
+    """A config that stands in a file, under the key that its class names.
+
+    A file is a mapping with the section ``_CONFIG_KEY`` and, for YAML anchors, the section ``_SPEC_KEY``, whose content
+    is not read by itself.
+    """
+
+    _CONFIG_KEY: ClassVar[str]
+    _SPEC_KEY: ClassVar[str]
+
+    @classmethod
+    def _file_keys(cls) -> tuple[str, str]:
+        for name in ("_CONFIG_KEY", "_SPEC_KEY"):
+            if not isinstance(getattr(cls, name, None), str):
+                raise RuntimeError(f"{cls.__name__} must define {name} to be read from or written to files.")
+        return cls._CONFIG_KEY, cls._SPEC_KEY
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any]) -> Self:
+        """Build a config from the content of a file; the argument is left as it is.
+
+        Raises:
+            RuntimeError: the section ``_CONFIG_KEY`` is missing, or there is an unexpected one.
+            TypeError: the content or its section is not a mapping.
+            pydantic.ValidationError: the section holds something that the config refuses.
+        """
+        config_key, spec_key = cls._file_keys()
+        if not isinstance(config_dict, Mapping):
+            raise TypeError(f"Expected a mapping with the key {config_key!r}, got {type(config_dict).__name__}.")
+        for key in config_dict:
+            if key not in (config_key, spec_key):
+                near = difflib.get_close_matches(str(key), (config_key, spec_key), n=1)
+                raise RuntimeError(
+                    f"Found unexpected key {key!r} in config dict. Supported keys are {[config_key, spec_key]}."
+                    + (f" Did you mean {near[0]!r}?" if near else "")
+                )
+        if config_key not in config_dict:
+            raise RuntimeError(f"Did not find {config_key!r} in config dict. Expected keys: {[config_key, spec_key]}.")
+        section = config_dict[config_key]
+        if not isinstance(section, Mapping):
+            raise TypeError(
+                f"The section {config_key!r} must be a mapping, got {type(section).__name__}: {section!r}. "
+                "Write {} for the defaults, or global_config: null to switch compression off."
+            )
+        return cls.model_validate(dict(section))
+
+    @classmethod
+    def from_yaml(cls, yaml_input: str | Path | IO[str] | IO[bytes]) -> Self | None:
+        """Build a config from YAML; an empty document gives a warning and None.
+
+        Args:
+            yaml_input: path, or open file, or YAML text of more than one line.
+
+        Raises:
+            ValueError: the document is not a mapping.
+            yaml.YAMLError: the document is not YAML.
+        """
+        content = yaml.load(_read(yaml_input, "\n"), _Loader)  # a SafeLoader
+        if content is None:
+            warnings.warn(f"The YAML document for {cls.__name__} is empty; no config is built.", stacklevel=2)
+            return None
+        if not isinstance(content, dict):
+            raise ValueError(f"Invalid YAML: expected a mapping, got {type(content).__name__}.")
+        return cls.from_dict(content)
+
+    @classmethod
+    def from_json(cls, json_input: str | Path | IO[str] | IO[bytes]) -> Self:
+        """Build a config from JSON.
+
+        Args:
+            json_input: path, or open file, or JSON text that starts with ``{``.
+
+        Raises:
+            ValueError: the document is not JSON, or not an object.
+        """
+        content = json.loads(_read(json_input, "{"))
+        if not isinstance(content, dict):
+            raise ValueError(f"Invalid JSON: expected an object, got {type(content).__name__}.")
+        return cls.from_dict(content)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as nested dicts under its file key; values are live objects such as ``torch.dtype``."""
+        return {self._file_keys()[0]: self.model_dump()}
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """Return the config as a YAML document and write it to ``path``, if one is given.
+
+        Each spec stands once, named, in the section for anchors; settings that say nothing are left out.
+        """
+        config_key, spec_key = self._file_keys()
+        return _write(yaml_document(self, config_key, spec_key), path)
+
+    def to_json(self, path: str | Path | None = None, indent: int | None = 2) -> str:
+        """Return the config as a JSON document and write it to ``path``, if one is given."""
+        document = {self._file_keys()[0]: plain_config(self)}
+        return _write(json.dumps(document, indent=indent) + "\n", path)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return the JSON schema (2020-12) of the config's files, for editors and validators."""
+        config_key, spec_key = cls._file_keys()
+        schema = cls.model_json_schema(schema_generator=FileSchema)
+        definitions = schema.pop("$defs", {})
+        definitions[cls.__name__] = schema
+        return {
+            "$schema": FileSchema.schema_dialect,
+            "title": cls.__name__,
+            "type": "object",
+            "properties": {
+                config_key: {"$ref": f"#/$defs/{cls.__name__}"},
+                spec_key: {"description": "A place for YAML anchors; not read by itself."},
+            },
+            "required": [config_key],
+            "additionalProperties": False,
+            "$defs": definitions,
+        }
+
+
+def _read(source: str | Path | IO[str] | IO[bytes], text_mark: str) -> str | bytes:
+    """Return the text of a path or file; a string that holds ``text_mark`` in the way only text does is text itself."""
+    if isinstance(source, str | Path):
+        text = str(source)
+        is_text = isinstance(source, str) and (text_mark in text if text_mark == "\n" else text.lstrip()[:1] == "{")
+        return text if is_text else Path(source).read_text(encoding="utf-8")
+    return source.read()
+
+
+def _write(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that reports keys written twice in one mapping, of which YAML silently keeps the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key.value, str):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        "while reading a mapping", node.start_mark, f"found the key {key.value!r} twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
