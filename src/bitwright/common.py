@@ -19,7 +19,7 @@ __all__ = [
 class _DeprecatedMemberEnumMeta(enum.EnumMeta):
     """Metaclass for string enums whose members once had other names.
 
-    The class declares ``__deprecated_aliases__: ClassVar[dict[str, str]] = {"OLD": "NEW"}``. ``Cls.OLD`` and ``Cls("old")`` (any case) give
+    The class declares ``__deprecated_aliases__ = {"OLD": "NEW"}``. ``Cls.OLD`` and ``Cls("old")`` (any case) give
     ``Cls.NEW`` and emit a ``DeprecationWarning``.
 
     Raises:

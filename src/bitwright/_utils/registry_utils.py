@@ -102,11 +102,9 @@ class ClassRegistryMixin(RegistryMixin):
             names = sorted(value.__name__ for value in cls.REGISTRY.values())
             raise ValueError(
                 f"Class {data.__name__} is not registered in {cls.__name__}. Available classes: {names}. "
-                f"Register it with @{cls.__name__}.register(\"<key>\")."
+                f'Register it with @{cls.__name__}.register("<key>").'
             )
-        raise ValueError(
-            f"Expected a registry key or a class for {cls.__name__}, got {type(data).__name__}: {data!r}."
-        )
+        raise ValueError(f"Expected a registry key or a class for {cls.__name__}, got {type(data).__name__}: {data!r}.")
 
 
 class ConfigRegistryMixin(RegistryMixin):
@@ -140,5 +138,4 @@ class ConfigRegistryMixin(RegistryMixin):
             for key, value in base.__dict__.get("REGISTRY", {}).items():
                 if value is cls:
                     return str(key)
-        raise ValueError(f"{cls.__name__} is not registered; decorate it with @<base>.register(\"<key>\").")
-
+        raise ValueError(f'{cls.__name__} is not registered; decorate it with @<base>.register("<key>").')

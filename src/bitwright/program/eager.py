@@ -206,7 +206,16 @@ class _RecordingMode(TorchFunctionMode):
 
 _NOT_OPS = frozenset(
     {"__get__", "__set__", "__delete__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
-    | {"is_complex", "_set_grad_enabled", "__len__", "__repr__", "__format__", "storage_offset", "data_ptr", "ndimension"}
+    | {
+        "is_complex",
+        "_set_grad_enabled",
+        "__len__",
+        "__repr__",
+        "__format__",
+        "storage_offset",
+        "data_ptr",
+        "ndimension",
+    }
     | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
 )
 

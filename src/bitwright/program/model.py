@@ -225,9 +225,7 @@ def collect_states(model: nn.Module) -> dict[str, StateTensor]:
             name = f"{path}.{attribute}" if path else attribute
             known = found.get(id(tensor))
             if known is None:
-                found[id(tensor)] = StateTensor(
-                    (name,), ((path, attribute),), tensor, isinstance(tensor, nn.Parameter)
-                )
+                found[id(tensor)] = StateTensor((name,), ((path, attribute),), tensor, isinstance(tensor, nn.Parameter))
             else:
                 known.names += (name,)
                 known.owners += ((path, attribute),)

@@ -21,8 +21,8 @@ _POOL = ("input", "kernel_size", "stride", "padding")
 _BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
     **{f"conv{d}d": _CONV for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": _CONV_TRANSPOSE for d in (1, 2, 3)},
-    **{name: _BINARY for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "matmul", "true_divide")},
-    **{name: _RNN for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **dict.fromkeys(("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "matmul", "true_divide"), _BINARY),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RNN),
     **{f"avg_pool{d}d": _POOL for d in (1, 2, 3)},
     **{f"max_pool{d}d": _POOL for d in (1, 2, 3)},
     **{f"adaptive_avg_pool{d}d": ("input", "output_size") for d in (1, 2, 3)},

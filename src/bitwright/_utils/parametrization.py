@@ -1,0 +1,93 @@
+"""Simulators on weights: torch's parametrization, made picklable and reversible, and usable by RNNs.
+
+torch gives each parametrized module a class of its own, which pickle cannot find. The class gets a ``__reduce_ex__``
+that stores the base class and rebuilds the parametrized one on loading.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+__all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
+
+
+def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> None:
+    """Make ``module.<name>`` read as ``simulator(tensor)``; the tensor goes to ``parametrizations.<name>.original``."""
+    parametrize.register_parametrization(module, name, simulator, unsafe=True)
+    _make_picklable(module)
+    if isinstance(module, nn.RNNBase):
+        _use_live_weights(module)
+
+
+def clear_parametrization(module: nn.Module, name: str) -> None:
+    """Undo :func:`parametrize_tensor`: the original tensor stands in its old place again, in the old order."""
+    original = original_tensor(module, name)
+    names = [*module._parameters, *module._buffers]
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    slot: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
+    slot.pop(name, None)
+    rest = dict(slot)
+    slot.clear()
+    slot[name] = original
+    slot.update(rest)
+    if isinstance(module, nn.RNNBase) and not parametrize.is_parametrized(module):
+        _restore_rnn(module)
+    assert name not in names or names
+
+
+def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """Return the tensor behind ``module.<name>``, whether it is parametrized or not."""
+    if parametrize.is_parametrized(module, name):
+        original: torch.Tensor = module.parametrizations[name].original  # type: ignore[index, union-attr]
+        return original
+    tensor: torch.Tensor = getattr(module, name)
+    return tensor
+
+
+def _make_picklable(module: nn.Module) -> None:
+    cls: Any = type(module)
+    cls.__reduce_ex__ = _reduce_parametrized
+
+
+def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
+    base = type(self).__bases__[0]
+    return _new_instance, (base,), dict(self.__dict__), None, None, _restore_parametrized
+
+
+def _new_instance(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _restore_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__setstate__(state)  # type: ignore[operator]
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
+    _make_picklable(module)
+
+
+class _LiveRNNWeights:
+    """RNN modules keep their weights in a list; fill it through the parametrizations for the time of a call."""
+
+    def __call__(self, module: Any, args: Any) -> None:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+class _RestoreRNNWeights:
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        _restore_rnn(module)
+
+
+def _restore_rnn(module: Any) -> None:
+    module._flat_weights = [original_tensor(module, name) for name in module._flat_weights_names]
+
+
+def _use_live_weights(module: nn.RNNBase) -> None:
+    if any(isinstance(hook, _LiveRNNWeights) for hook in module._forward_pre_hooks.values()):
+        return
+    module.register_forward_pre_hook(_LiveRNNWeights(), prepend=True)
+    module.register_forward_hook(_RestoreRNNWeights(), always_call=True)

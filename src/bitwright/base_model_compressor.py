@@ -1,0 +1,130 @@
+"""What all compressors share: the model, the configuration, and the mark of a prepared model."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.common import ExportBackend
+
+__all__: list[str] = []
+
+_COREAI_OPT_PREPARED_ATTR = "_bitwright_prepared"
+
+
+class _Lifecycle(enum.Enum):
+    """What a compressor is doing."""
+
+    IDLE = "idle"
+    TRAINING = "training"
+    CALIBRATING = "calibrating"
+
+
+class _BaseModelCompressor(ABC):
+    """Base class of ``Quantizer``, ``KMeansPalettizer`` and ``MagnitudePruner``.
+
+    Args:
+        model: the model to compress.
+        config: the compressor's configuration.
+
+    Raises:
+        TypeError: ``model`` is no ``nn.Module``.
+    """
+
+    _supported_modules: tuple[type[nn.Module], ...] = ()
+
+    def __init__(self, model: nn.Module, config: Any = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} needs a torch.nn.Module as its model, got {type(model).__name__}: {model!r}."
+            )
+        self._model = model
+        self._config = config
+        self._lifecycle = _Lifecycle.IDLE
+
+    @abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Insert simulators into the model."""
+
+    @abstractmethod
+    def finalize(
+        self,
+        model: nn.Module | None = None,
+        backend: ExportBackend | str = ExportBackend.CoreAI,
+        *args: Any,
+        mmap_dir: str | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Turn the prepared model into what ``backend`` takes."""
+
+    def calibration_mode(self, model: nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Collect statistics inside the ``with`` block.
+
+        Raises:
+            NotImplementedError: this compressor has nothing to calibrate.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support calibration_mode.")
+
+    def training_mode(self, model: nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Train with simulated compression inside the ``with`` block.
+
+        Raises:
+            NotImplementedError: this compressor does not train.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support training_mode.")
+
+    @classmethod
+    def supported_modules(cls) -> tuple[type[nn.Module], ...]:
+        """Return the module classes whose weights this compressor handles by itself."""
+        return cls._supported_modules
+
+    @staticmethod
+    def _is_model_prepared(model: nn.Module) -> bool:
+        return _COREAI_OPT_PREPARED_ATTR in model._buffers
+
+    @staticmethod
+    def _mark_model_as_prepared(model: nn.Module) -> None:
+        # A buffer survives deepcopy and the rebuilding of graph modules; non-persistent, it is not in the state_dict.
+        model.register_buffer(_COREAI_OPT_PREPARED_ATTR, torch.tensor(True), persistent=False)
+
+    @staticmethod
+    def _unmark_model(model: nn.Module) -> None:
+        model._buffers.pop(_COREAI_OPT_PREPARED_ATTR, None)
+        model._non_persistent_buffers_set.discard(_COREAI_OPT_PREPARED_ATTR)
+
+    def _require_prepared(self, model: nn.Module) -> None:
+        if not self._is_model_prepared(model):
+            raise RuntimeError(
+                f"Model has not been prepared. Call {type(self).__name__}.prepare(example_inputs) first."
+            )
+
+    @contextmanager
+    def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(
+                f"Cannot start {state.value}: this {type(self).__name__} is {self._lifecycle.value} already. Modes "
+                "cannot be nested; leave the outer `with` block first."
+            )
+        self._lifecycle = state
+        try:
+            yield
+        finally:
+            self._lifecycle = _Lifecycle.IDLE
+
+
+@contextmanager
+def _module_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put ``model`` in train or eval mode, and each module back as it was on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, before in modes:
+            module.training = before

@@ -1,0 +1,128 @@
+"""The plan of eager quantization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules, resolve_op_rule
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.program import Op, Program
+
+from .eager_activations import request_activations
+from .ops import QUANTIZER_EAGER_OPS
+from .plan import Placement, Plan, PlanRow, Problem
+from .quantized import Resolution, quantized_bytes, resolve_activation, resolve_weight
+from .states import StateDecision, decide_states
+from .unmatched import unmatched_problems
+
+__all__ = ["plan_eager_quantization"]
+
+
+def plan_eager_quantization(config: Any, model: nn.Module, program: Program) -> Plan:
+    """Apply a ``QuantizerConfig`` to a traced program.
+
+    Args:
+        config: the quantizer's configuration.
+        model: the model that ``program`` was traced from; only its module tree is read.
+        program: from :func:`bitwright.program.trace_eager`.
+    """
+    rules = resolve_module_rules(config, model)
+    op_rules = OpRules(rules)
+    builder = PlanBuilder("eager")
+    for decision in decide_states(program, rules, op_rules).values():
+        builder.add_weight(decision)
+    for site, spec, rule, path in request_activations(program, rules, op_rules):
+        value = site.value
+        resolution = resolve_activation(spec, value.shape, site.label, rule)
+        builder.add_activation(
+            Placement(spec, CompressionTargetTensor.ACTIVATION, rule, path, sites=[site]), resolution
+        )
+    return builder.build(unmatched_problems(rules))
+
+
+class OpRules:
+    """Rule of each recognised op, found once."""
+
+    def __init__(self, rules: ModuleRules) -> None:
+        self._rules = rules
+        self._found: dict[int, OpRule | None] = {}
+
+    def __call__(self, op: Op) -> OpRule | None:
+        """Return the rule of ``op``, None where quantization does not know the op."""
+        if id(op) not in self._found:
+            key = QUANTIZER_EAGER_OPS.get(op.type)
+            types = dict.fromkeys((key, op.type)) if key is not None else {}
+            self._found[id(op)] = (
+                resolve_op_rule(self._rules[op.module_path], op.name, tuple(types)) if key is not None else None
+            )
+        return self._found[id(op)]
+
+
+class PlanBuilder:
+    """Collects rows, placements and problems; numbers the groups."""
+
+    def __init__(self, mode: str) -> None:
+        self.plan = Plan(mode, [], [], [])
+
+    def add_weight(self, decision: StateDecision) -> None:
+        """Resolve what was decided about a state and add its row."""
+        state, spec = decision.state, decision.spec
+        resolution = resolve_weight(spec, state, decision.rule) if spec is not None else Resolution(None)
+        note = resolution.note
+        if not decision.found:
+            note = f"no key of op_state_spec names {' or '.join(map(repr, state.attributes))}"
+        shape = tuple(state.tensor.shape)
+        dense = state.tensor.numel() * state.tensor.element_size()
+        packed, group = dense, -1
+        if resolution.spec is not None:
+            packed = quantized_bytes(resolution.spec, shape, resolution.block_size, state.tensor.dtype)
+            group = self._place(
+                Placement(
+                    resolution.spec,
+                    CompressionTargetTensor.WEIGHT,
+                    decision.rule,
+                    decision.module_path,
+                    state,
+                    note=note,
+                )
+            )
+        self._note(resolution)
+        dtype = str(state.tensor.dtype).removeprefix("torch.")
+        self.plan.rows.append(
+            PlanRow(
+                state.name, "weight", shape, dtype, resolution.spec, decision.rule, group, resolution.block_size, dense,
+                packed, note,
+            )
+        )  # fmt: skip
+
+    def add_activation(self, placement: Placement, resolution: Resolution) -> None:
+        """Add a row for each site of a simulator on activations."""
+        self._note(resolution)
+        if resolution.spec is None:
+            return
+        placement.spec = resolution.spec
+        group = self._place(placement)
+        for site in placement.sites:
+            value = site.value
+            dtype = str(value.dtype).removeprefix("torch.")
+            self.plan.rows.append(
+                PlanRow(
+                    site.label, "activation", value.shape, dtype, resolution.spec, placement.rule, group,
+                    resolution.block_size, note=placement.note,
+                )
+            )  # fmt: skip
+
+    def build(self, problems: list[Problem]) -> Plan:
+        """Return the plan with ``problems`` found elsewhere added."""
+        self.plan.problems.extend(problems)
+        return self.plan
+
+    def _place(self, placement: Placement) -> int:
+        self.plan.placements.append(placement)
+        return len(self.plan.placements) - 1
+
+    def _note(self, resolution: Resolution) -> None:
+        if resolution.problem is not None:
+            self.plan.problems.append(resolution.problem)

@@ -1,0 +1,76 @@
+"""Which activations of an eager program are simulated: each op's inputs and outputs on their own, no sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bitwright.config.matching import ModuleRules, OpRule, SpecMatch, lookup_spec
+from bitwright.program import Argument, Op, Program, Value
+
+from .plan import Site
+
+__all__ = ["ActivationRequest", "request_activations"]
+
+ActivationRequest = tuple[Site, Any, str, str]
+"""A site, its spec, the rule that asked for it, and the module whose config decided."""
+
+
+def request_activations(
+    program: Program, rules: ModuleRules, op_rule_of: Callable[[Op], OpRule | None]
+) -> Iterator[ActivationRequest]:
+    """Yield every activation that the configuration asks to simulate, in order of execution.
+
+    A tensor that crosses the boundary of a module with ``module_input_spec`` or ``module_output_spec`` takes that spec
+    instead, the innermost such module first.
+    """
+    for op in program.ops:
+        op_rule = op_rule_of(op)
+        for argument in op.arguments:
+            if argument.value.state is None and argument.value.is_quantizable:
+                yield from _request(_input(program, rules, op, op_rule, argument), Site(op, argument=argument))
+        for index, value in enumerate(op.outputs):
+            if value.is_quantizable:
+                yield from _request(_output(program, rules, op, op_rule, value, index), Site(op, output_index=index))
+
+
+_Found = tuple[SpecMatch, str, str]
+
+
+def _request(found: _Found | None, site: Site) -> Iterator[ActivationRequest]:
+    if found is not None and found[0].spec is not None:
+        yield site, found[0].spec, found[1], found[2]
+
+
+def _input(program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None, argument: Argument) -> _Found | None:
+    for path in reversed(op.module_stack):
+        specs = rules[path].module_input_spec
+        if specs and path in program.calls:
+            call = program.calls[path]
+            for index, value in enumerate(call.inputs):
+                if value is argument.value:
+                    match = lookup_spec(specs, (index, call.input_names[index]))
+                    if match.found:
+                        return match, f"{rules[path].describe()}.module_input_spec[{match.key!r}]", path
+    if op_rule is None:
+        return None
+    index = argument.index if argument.item is None else argument.item
+    match = lookup_spec(op_rule.op_input_spec, (index,))
+    return match, f"{op_rule.describe()}.op_input_spec[{match.key!r}]", op.module_path
+
+
+def _output(
+    program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None, value: Value, index: int
+) -> _Found | None:
+    for path in reversed(op.module_stack):
+        specs = rules[path].module_output_spec
+        if specs and path in program.calls:
+            for position, crossing in enumerate(program.calls[path].outputs):
+                if crossing is value:
+                    match = lookup_spec(specs, (position,))
+                    if match.found:
+                        return match, f"{rules[path].describe()}.module_output_spec[{match.key!r}]", path
+    if op_rule is None:
+        return None
+    match = lookup_spec(op_rule.op_output_spec, (index,))
+    return match, f"{op_rule.describe()}.op_output_spec[{match.key!r}]", op.module_path

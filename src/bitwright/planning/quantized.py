@@ -1,0 +1,120 @@
+"""Turn a quantization spec and a tensor into a resolved spec: axis filled in, blocks checked, bytes counted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.program import StateTensor
+from bitwright.quantization.spec import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    QuantizationScheme,
+    QuantizationSpec,
+)
+from bitwright.quantization.spec.errors import _BlockSizeMismatchError
+
+from .ops import AxisConflictError, default_weight_axes, is_elementwise_gain
+from .plan import Problem, Severity
+
+__all__ = ["Resolution", "quantized_bytes", "resolve_activation", "resolve_weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Outcome for one tensor: a spec that can be built, or none and why."""
+
+    spec: QuantizationSpec | None
+    block_size: tuple[int, ...] = ()
+    note: str = ""
+    problem: Problem | None = None
+
+
+def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str) -> Resolution:
+    """Fill in the axis of a weight's spec from the ops that consume it and check its blocks.
+
+    A one-dimensional gain that ops only multiply or add (the weight of an RMS norm) is left alone: quantizing it per
+    channel would give each element a scale of its own.
+    """
+    granularity = spec.granularity
+    shape = tuple(state.tensor.shape)
+    if is_elementwise_gain(state) and isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
+        return Resolution(None, note="elementwise gain, left as it is")
+    if _needs_axis(granularity):
+        try:
+            axes = default_weight_axes(state)
+        except AxisConflictError as error:
+            return Resolution(None, problem=Problem("axis-conflict", state.name, str(error), Severity.ERROR))
+        if axes is None:
+            return Resolution(None, problem=_unresolved("Weight", state.name, granularity, rule))
+        axis = axes.channel if isinstance(granularity, PerChannelGranularity) else axes.block
+        spec = spec.model_copy(update={"granularity": granularity.model_copy(update={"axis": axis})})
+    return _with_blocks(spec, shape, CompressionTargetTensor.WEIGHT, state.name, rule)
+
+
+def resolve_activation(spec: QuantizationSpec, shape: tuple[int, ...], where: str, rule: str) -> Resolution:
+    """Check an activation's spec against the tensor seen while tracing; activations have no default axis."""
+    if _needs_axis(spec.granularity):
+        return Resolution(None, problem=_unresolved("Activation", where, spec.granularity, rule))
+    return _with_blocks(spec, shape, CompressionTargetTensor.ACTIVATION, where, rule)
+
+
+def quantized_bytes(
+    spec: QuantizationSpec, shape: tuple[int, ...], block_size: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """Return the bytes of the packed artifact of a weight: codes, scales, and offsets where the scheme has them.
+
+    Scales and minvals take the bytes of the weight's dtype, at most 4, or 1 as powers of two; zero points take one.
+    """
+    numel = math.prod(shape)
+    blocks = math.prod(size // block for size, block in zip(shape, block_size, strict=True))
+    codes = -(-numel * spec.n_bits // 8)
+    float_bytes = min(dtype.itemsize, 4)
+    scales = blocks * (1 if spec.scale_dtype is not None else float_bytes)
+    return codes + scales + blocks * _offset_bytes(spec, float_bytes)
+
+
+def _offset_bytes(spec: QuantizationSpec, float_bytes: int) -> int:
+    if spec.dtype.is_floating_point:
+        return 0
+    if spec.qformulation == "minval":
+        return float_bytes
+    return 1 if spec.qscheme == QuantizationScheme.ASYMMETRIC else 0
+
+
+def _needs_axis(granularity: object) -> bool:
+    if isinstance(granularity, PerChannelGranularity):
+        return granularity.axis is None
+    return (
+        isinstance(granularity, PerBlockGranularity)
+        and granularity.axis is None
+        and isinstance(granularity.block_size, int)
+    )
+
+
+def _unresolved(kind: str, where: str, granularity: object, rule: str) -> Problem:
+    return Problem(
+        "axis-unresolved",
+        where,
+        f"{kind} fake-quantize modules with unresolved axis=None: {type(granularity).__name__} asked for by {rule} "
+        "has no axis, and no op that consumes the tensor gives a default. Set the axis in the spec, or exclude the "
+        "tensor with None.",
+        Severity.ERROR,
+    )
+
+
+def _with_blocks(
+    spec: QuantizationSpec, shape: tuple[int, ...], target: CompressionTargetTensor, where: str, rule: str
+) -> Resolution:
+    try:
+        block_size = spec.granularity.get_block_size(shape, target)
+    except _BlockSizeMismatchError as error:
+        message = f"{error} ({rule}), so it stays unquantized. Choose a block size that divides it."
+        return Resolution(None, note="block size does not divide", problem=Problem("block-size", where, message))
+    except ValueError as error:
+        message = f"{error} (asked for by {rule}, tensor shape {shape})."
+        return Resolution(None, problem=Problem("axis-range", where, message, Severity.ERROR))
+    return Resolution(spec, block_size)

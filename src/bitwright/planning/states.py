@@ -1,0 +1,89 @@
+"""From configuration to one decision per state tensor; shared by all techniques and both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bitwright.config.matching import ModuleRules, OpRule, lookup_spec
+from bitwright.program import Op, Program, StateTensor
+
+from .ops import state_keys
+
+__all__ = ["StateDecision", "decide_states"]
+
+_STRONGEST = -1
+
+
+@dataclass(eq=False, slots=True)
+class StateDecision:
+    """What the configuration says about one parameter or buffer.
+
+    Attributes:
+        state: the tensor.
+        spec: the spec that was found, None for "leave alone".
+        found: False where no key of the configuration speaks about this tensor.
+        rule: the part of the configuration that decided.
+        module_path: the module whose configuration decided.
+        priority: smaller is stronger.
+    """
+
+    state: StateTensor
+    spec: Any
+    found: bool
+    rule: str
+    module_path: str
+    priority: int
+
+
+def decide_states(
+    program: Program, rules: ModuleRules, op_rule_of: Callable[[Op], OpRule | None]
+) -> dict[str, StateDecision]:
+    """Return a decision for each floating-point state that a recognised op consumes, by canonical name.
+
+    ``module_state_spec`` of any owner (strongest rule first) beats op specs. Among ops, the strongest module rule
+    decides, equally strong ones by the last call. ``op_rule_of`` returns None for an op that is not recognised.
+    """
+    decisions: dict[str, StateDecision] = {}
+    owned: dict[str, StateDecision | None] = {}
+    for op in program.ops:
+        op_rule = op_rule_of(op)
+        for state in _states_of(op):
+            if state.name not in owned:
+                owned[state.name] = _module_state_decision(state, rules)
+            decision = owned[state.name]
+            if decision is not None:
+                decisions[state.name] = decision
+            elif op_rule is not None:
+                _keep_stronger(decisions, _op_decision(state, op, op_rule))
+    return decisions
+
+
+def _states_of(op: Op) -> list[StateTensor]:
+    found = {id(a.value.state): a.value.state for a in op.arguments if a.value.state is not None}
+    return [s for s in found.values() if s.tensor.is_floating_point() and s.tensor.numel() > 1]
+
+
+def _module_state_decision(state: StateTensor, rules: ModuleRules) -> StateDecision | None:
+    owners = [(rules[path], path) for path, _ in state.owners if path in rules]
+    for rule, path in sorted(owners, key=lambda entry: entry[0].priority):
+        match = lookup_spec(rule.module_state_spec, state.attributes)
+        if match.found:
+            described = f"{rule.describe()}.module_state_spec[{match.key!r}]"
+            return StateDecision(state, match.spec, True, described, path, _STRONGEST)
+    return None
+
+
+def _op_decision(state: StateTensor, op: Op, op_rule: OpRule) -> StateDecision:
+    match = lookup_spec(op_rule.op_state_spec, state_keys(state, op))
+    described = f"{op_rule.describe()}.op_state_spec"
+    if match.found:
+        described += f"[{match.key!r}]"
+    return StateDecision(state, match.spec, match.found, described, op.module_path, op_rule.module_rule.priority)
+
+
+def _keep_stronger(decisions: dict[str, StateDecision], new: StateDecision) -> None:
+    known = decisions.get(new.state.name)
+    if known is None or (new.found and not known.found) or (new.found and new.priority <= known.priority):
+        decisions[new.state.name] = new

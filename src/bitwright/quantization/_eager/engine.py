@@ -1,0 +1,89 @@
+"""The eager engine: trace, plan, insert, finalize."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright._utils.parametrization import original_tensor
+from bitwright.common import ExportBackend
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.planning import Plan
+from bitwright.planning.eager import plan_eager_quantization
+from bitwright.program import preserved_state, trace_eager
+from bitwright.quantization._engine import Engine, ExampleInputs
+from bitwright.quantization._schedule import switch
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .insert import Insertion
+
+__all__ = ["EagerEngine"]
+
+
+class EagerEngine(Engine):
+    """Works on the user's module in place."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__(model, config)
+        if config.preserved_attributes:
+            warnings.warn(
+                "preserved_attributes has no effect in eager mode: the model keeps all its attributes.", stacklevel=4
+            )
+        self._paths: dict[str, str] = {}
+
+    def plan(self, example: ExampleInputs) -> Plan:
+        if example.dynamic_shapes is not None or not example.no_grad:
+            warnings.warn("dynamic_shapes and export_with_no_grad have no effect in eager mode.", stacklevel=4)
+        self.program = trace_eager(self.model, example.args, example.kwargs)
+        return plan_eager_quantization(self.config, self.model, self.program)
+
+    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+        insertion = Insertion(self.model, self.program, plan)
+        try:
+            _initialise(self.model, insertion, example)
+        except Exception:
+            insertion.revert()
+            raise
+        decided = {id(simulator): placement.module_path for simulator, placement in insertion.simulators}
+        self._paths = {
+            name: decided[id(module)] for name, module in self.model.named_modules() if id(module) in decided
+        }
+        return self.model
+
+    def module_paths(self) -> Mapping[str, str]:
+        return self._paths
+
+    def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
+        module = model.get_submodule(path)
+        return [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
+
+    def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
+        if backend == ExportBackend._TORCH:
+            return model
+        from bitwright.export import finalize_eager
+
+        return finalize_eager(model, backend, mmap_dir)
+
+
+def _initialise(model: nn.Module, insertion: Insertion, example: ExampleInputs) -> None:
+    """Give every simulator parameters: weights from themselves, activations from one forward of the example inputs."""
+    simulators = [simulator for simulator, _ in insertion.simulators]
+    for simulator in simulators:
+        switch(simulator, observer=True, fake_quant=False)
+    with preserved_state(model):
+        for simulator, placement in insertion.simulators:
+            if placement.state is not None:
+                path, attribute = placement.state.owners[0]
+                simulator(original_tensor(model.get_submodule(path), attribute).detach())
+        for simulator in simulators:
+            if simulator.quantization_target == CompressionTargetTensor.WEIGHT:
+                simulator.disable_observer()
+        if any(placement.state is None for _, placement in insertion.simulators):
+            with torch.no_grad():
+                model(*example.args, **example.kwargs)
+    for simulator in simulators:
+        switch(simulator, observer=False, fake_quant=True)

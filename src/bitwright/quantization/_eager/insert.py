@@ -1,0 +1,144 @@
+"""Put the simulators of an eager plan into the model, or take them out again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from bitwright._utils.parametrization import clear_parametrization, parametrize_tensor
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.planning import Placement, Plan, Site
+from bitwright.planning.ops import QUANTIZER_EAGER_OPS
+from bitwright.program import ModuleCall, Op, Program
+from bitwright.quantization.spec import QuantizationComponentFactory
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .interception import CallSites, CallTable, attach_frame, attach_input, attach_output, attach_shield
+
+__all__ = ["Insertion"]
+
+
+class Insertion:
+    """The change made to a model, with the way back.
+
+    Attributes:
+        simulators: every simulator with the placement that it came from, in the order of the plan.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, plan: Plan) -> None:
+        self.simulators: list[tuple[FakeQuantizeImplBase, Placement]] = []
+        self._model = model
+        self._program = program
+        self._modules = dict(model.named_modules())
+        self._undo: list[Callable[[], Any]] = []
+        self._tables: dict[str, CallTable] = {}
+        built = [(_build(placement), placement) for placement in plan.placements]
+        try:
+            for simulator, placement in built:
+                if placement.state is not None:
+                    self._insert_weight(simulator, placement)
+                else:
+                    for site in placement.sites:
+                        self._insert_activation(simulator, site)
+                self.simulators.append((simulator, placement))
+            self._attach_frames()
+        except Exception:
+            self.revert()
+            raise
+
+    def revert(self) -> None:
+        """Put the model back to what it was before."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _insert_weight(self, simulator: FakeQuantizeImplBase, placement: Placement) -> None:
+        assert placement.state is not None
+        simulator.tensor_fqn = placement.state.name
+        for path, attribute in placement.state.owners:
+            module = self._modules.get(path)
+            if module is None:  # an alias of a module that is already done under its canonical name
+                continue
+            parametrize_tensor(module, attribute, simulator)
+            self._undo.append(lambda module=module, name=attribute: clear_parametrization(module, name))
+
+    def _insert_activation(self, simulator: FakeQuantizeImplBase, site: Site) -> None:
+        op = site.op
+        role = site.argument.label if site.argument is not None else f"output_{site.output_index}"
+        child = f"{op.call}_quantize_{role}"
+        module = self._modules[op.module_path]
+        simulator.tensor_fqn = f"{op.module_path}.{child}" if op.module_path else child
+        module.add_module(child, simulator)
+        self._undo.append(lambda: module._modules.pop(child, None))
+        if not self._hook_single_op(module, self._program.calls[op.module_path], site, child):
+            self._add_to_table(op, site, child)
+
+    def _hook_single_op(self, module: nn.Module, call: ModuleCall, site: Site, child: str) -> bool:
+        if not _is_single_op(module, call):
+            return False
+        if site.argument is not None:
+            if site.argument.value not in call.inputs:
+                return False
+            index = call.inputs.index(site.argument.value)
+            handle = attach_input(module, index, call.input_names[index], child)
+        else:
+            if site.value not in call.outputs:
+                return False
+            handle = attach_output(module, call.outputs.index(site.value), child)
+        self._undo.append(handle.remove)
+        return True
+
+    def _add_to_table(self, op: Op, site: Site, child: str) -> None:
+        table = self._tables.setdefault(op.module_path, CallTable(op.module_path))
+        sites = table.sites.setdefault(op.call, CallSites())
+        if site.argument is not None:
+            sites.arguments.append((site.argument.index, site.argument.name, site.argument.item, child))
+        else:
+            assert site.output_index is not None
+            sites.outputs.append((site.output_index, child))
+
+    def _attach_frames(self) -> None:
+        shielded: set[str] = set()
+        for path, table in self._tables.items():
+            call, module = self._program.calls[path], self._modules[path]
+            planned = {base for base, _ in map(_split_call, table.sites)}
+            table.seen = _count(op.type for op in call.ops if op.type in QUANTIZER_EAGER_OPS or op.type in planned)
+            shielded.update(child for child in call.children if child not in self._tables)
+            self._undo += [handle.remove for handle in attach_frame(module, table)]
+            for weights in getattr(module, "parametrizations", {}).values():
+                self._undo += [handle.remove for handle in attach_shield(weights)]
+        for path in shielded:
+            self._undo += [handle.remove for handle in attach_shield(self._modules[path])]
+
+
+def _build(placement: Placement) -> FakeQuantizeImplBase:
+    target = placement.target
+    op = placement.sites[0].op if placement.sites else placement.state.uses[0].op if placement.state else None
+    extra = {"op_to_optimize": op.target} if op is not None else {}
+    simulator: FakeQuantizeImplBase = QuantizationComponentFactory.create_fake_quantizer_partial(
+        placement.spec,
+        target,  # type: ignore[arg-type]
+    )(**extra)
+    assert target in (CompressionTargetTensor.WEIGHT, CompressionTargetTensor.ACTIVATION)
+    return simulator
+
+
+def _is_single_op(module: nn.Module, call: ModuleCall) -> bool:
+    """True for torch's own modules whose forward is one call, so that hooks on the module are hooks on the op."""
+    source = getattr(type(module).forward, "__module__", "") or ""
+    return source.startswith("torch.nn.modules") and len(call.ops) == 1 and not call.children
+
+
+def _split_call(call: str) -> tuple[str, int]:
+    base, _, number = call.rpartition("_")
+    return (base, int(number)) if base and number.isdigit() else (call, 0)
+
+
+def _count(names: Any) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for name in names:
+        counts[name] += 1
+    return dict(counts)

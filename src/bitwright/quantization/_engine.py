@@ -1,0 +1,71 @@
+"""What the two execution modes do in their own way; the life cycle around them stands once, in ``quantizer.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bitwright.common import ExportBackend
+from bitwright.planning import Plan
+from bitwright.program import Program
+from bitwright.quantization.config import QuantizerConfig
+
+__all__ = ["Engine", "ExampleInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInputs:
+    """How to call the model while it is planned and prepared.
+
+    Attributes:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        dynamic_shapes: passed on to ``torch.export`` in graph mode.
+        no_grad: whether graph mode exports under ``no_grad``.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any = None
+    no_grad: bool = True
+
+
+class Engine(ABC):
+    """One execution mode: plan, insert, finalize.
+
+    Attributes:
+        program: the program of the last plan.
+    """
+
+    program: Program
+
+    def __init__(self, model: nn.Module, config: QuantizerConfig) -> None:
+        self.model = model
+        self.config = config
+
+    @abstractmethod
+    def plan(self, example: ExampleInputs) -> Plan:
+        """Return the plan; the model is not changed."""
+
+    @abstractmethod
+    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+        """Insert the simulators of ``plan`` and initialise them; return the prepared model.
+
+        On an error the user's model is as it was.
+        """
+
+    @abstractmethod
+    def module_paths(self) -> Mapping[str, str]:
+        """Return, by simulator name in the prepared model, the module whose configuration decided."""
+
+    @abstractmethod
+    def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
+        """Return the simulators of ``model`` that belong to the original module at ``path`` or below."""
+
+    @abstractmethod
+    def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
+        """Return ``model`` in the form that ``backend`` takes."""

@@ -1,0 +1,308 @@
+"""The quantizer: from a float model and a configuration to a model that computes as its quantized form will."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _module_mode
+from bitwright.common import ExportBackend
+from bitwright.config.matching import resolve_module_rules
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.errors import ConfigMatchWarning, PlanError
+from bitwright.planning import Plan, Problem, Severity
+
+from ._engine import Engine, ExampleInputs
+from ._schedule import ScheduleDriver, switch
+from ._validate import check_config
+from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
+from .spec.fake_quantize import FakeQuantizeImplBase
+
+__all__ = ["Quantizer"]
+
+
+class Quantizer(_BaseModelCompressor):
+    """Quantizes a model: ``prepare``, then calibrate or train, then ``finalize``.
+
+    Eager mode works on the model in place; graph mode leaves it alone and works on an exported copy of its program.
+
+    Args:
+        model: the float model.
+        config: what to quantize and how; None for int8 weights and activations in graph mode.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``config`` no ``QuantizerConfig``.
+        NotImplementedError: the configuration uses string keys where only positions are known.
+
+    Example:
+        >>> import torch
+        >>> from bitwright.quantization import Quantizer, QuantizerConfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> config = QuantizerConfig.presets.w8(execution_mode="eager")
+        >>> quantizer = Quantizer(model, config)
+        >>> prepared = quantizer.prepare((torch.randn(2, 8),))
+        >>> prepared(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(self, model: nn.Module, config: QuantizerConfig | None = None) -> None:
+        super().__init__(model, QuantizerConfig() if config is None else config)
+        if not isinstance(self._config, QuantizerConfig):
+            raise TypeError(
+                f"Quantizer needs a QuantizerConfig, got {type(config).__name__}. Build one from a dict with "
+                "QuantizerConfig.from_dict(...), from a file with QuantizerConfig.from_yaml(...)."
+            )
+        self._engine = _make_engine(model, self._config)
+        self._schedules = ScheduleDriver({})
+        self._plan: Plan | None = None
+        self._calibrated = False
+
+    def plan(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        dynamic_shapes: Any = None,
+        export_with_no_grad: bool = True,
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Return what ``prepare`` would do, with every problem; the model is not changed.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            dynamic_shapes: passed on to ``torch.export`` (graph mode).
+            export_with_no_grad: export under ``no_grad`` (graph mode).
+            example_kwargs: keyword inputs of the model.
+        """
+        example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
+        return self._engine.plan(example)
+
+    def prepare(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        dynamic_shapes: Any = None,
+        export_with_no_grad: bool = True,
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> nn.Module:
+        """Insert simulators; observers are off and fake quantization is on afterwards.
+
+        Everything is checked first. When something fails the model is as it was.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            dynamic_shapes: passed on to ``torch.export`` (graph mode).
+            export_with_no_grad: export under ``no_grad`` (graph mode).
+            example_kwargs: keyword inputs of the model.
+            strict: turn every problem of the plan into an error, also those that only deserve a warning.
+
+        Returns:
+            The prepared model: the user's own module in eager mode, a new ``GraphModule`` in graph mode.
+
+        Raises:
+            PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
+            RuntimeError: graph mode, and the model is prepared already; or the model's forward raised.
+        """
+        example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
+        if self._is_model_prepared(self._model):
+            if self._config.execution_mode == ExecutionMode.GRAPH:
+                raise RuntimeError("Model has already been prepared. Build a new Quantizer on the float model.")
+            warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
+            return self._model
+        plan = self._engine.plan(example)
+        _report(plan.problems, strict)
+        self._model = self._engine.insert(example, plan)
+        self._plan = plan
+        self._schedules = ScheduleDriver(self._schedules_by_simulator())
+        self._mark_model_as_prepared(self._model)
+        return self._model
+
+    @contextmanager
+    def calibration_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
+        """Collect ranges inside the ``with`` block: eval mode, observers on, activations not quantized.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+
+        Raises:
+            RuntimeError: the model is not prepared, or another mode is active.
+        """
+        target = self._target(model)
+        with self._in_lifecycle(_Lifecycle.CALIBRATING), _module_mode(target, training=False):
+            self._start_statistics(target)
+            for simulator in _simulators(target):
+                weight = simulator.quantization_target == CompressionTargetTensor.WEIGHT
+                switch(simulator, observer=True, fake_quant=weight)
+            try:
+                yield self
+            finally:
+                _rest(target)
+
+    @contextmanager
+    def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
+        """Train with fake quantization inside the ``with`` block; schedules decide where the config has any.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+
+        Raises:
+            RuntimeError: the model is not prepared, or another mode is active.
+        """
+        target = self._target(model)
+        with self._in_lifecycle(_Lifecycle.TRAINING), _module_mode(target, training=True):
+            self._start_statistics(target)
+            for simulator in _simulators(target):
+                switch(simulator, observer=True, fake_quant=True)
+            self._training_model = target
+            self._schedules.apply(target)
+            try:
+                yield self
+            finally:
+                _rest(target)
+
+    def step(self) -> None:
+        """Advance the schedules by one and apply them.
+
+        Raises:
+            RuntimeError: outside ``training_mode``.
+        """
+        if self._lifecycle is not _Lifecycle.TRAINING:
+            raise RuntimeError("step() only has a meaning inside `with quantizer.training_mode():`.")
+        if not self._schedules:
+            warnings.warn("step() has no effect: no part of the config has a qat_schedule.", stacklevel=2)
+        self._schedules.step_count += 1
+        self._schedules.apply(self._training_model)
+
+    def enable_observer(self, module: nn.Module | None = None) -> None:
+        """Turn observers on, in the whole model or in one of its modules.
+
+        Raises:
+            RuntimeError: a schedule is configured, which owns the switches; or the model is not prepared.
+            ValueError: ``module`` is not part of the model.
+        """
+        for simulator in self._switchable(module):
+            simulator.enable_observer()
+
+    def disable_observer(self, module: nn.Module | None = None) -> None:
+        """Turn observers off; see :meth:`enable_observer`."""
+        for simulator in self._switchable(module):
+            simulator.disable_observer()
+
+    def enable_fake_quant(self, module: nn.Module | None = None) -> None:
+        """Turn fake quantization on; see :meth:`enable_observer`."""
+        for simulator in self._switchable(module):
+            simulator.enable_fake_quant()
+
+    def disable_fake_quant(self, module: nn.Module | None = None) -> None:
+        """Turn fake quantization off; see :meth:`enable_observer`."""
+        for simulator in self._switchable(module):
+            simulator.disable_fake_quant()
+
+    def finalize(
+        self,
+        model: nn.Module | None = None,
+        backend: ExportBackend | str = ExportBackend.CoreAI,
+        *args: Any,
+        mmap_dir: str | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Return the model in the form that ``backend`` takes.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+            backend: ``ExportBackend`` member or its value.
+            mmap_dir: Core AI only: folder, empty or absent, for file-backed weights; the files must outlive the model.
+
+        Raises:
+            RuntimeError: the model is not prepared, or a mode is active.
+            ValueError: unknown backend, or ``mmap_dir`` with a backend that has no use for it.
+        """
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        target = self._target(model)
+        chosen = ExportBackend(backend)
+        if mmap_dir is not None and chosen != ExportBackend.CoreAI:
+            raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
+        return self._engine.finalize(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
+
+    def _target(self, model: nn.Module | None) -> nn.Module:
+        target = self._model if model is None else model
+        if not isinstance(target, nn.Module):
+            raise TypeError(f"Expected a prepared model, got {type(target).__name__}.")
+        self._require_prepared(target)
+        return target
+
+    def _start_statistics(self, model: nn.Module) -> None:
+        """Let running ranges begin with real data: what ``prepare`` saw were example inputs."""
+        if self._calibrated or model is not self._model:
+            return
+        self._calibrated = True
+        for simulator in _simulators(model):
+            if simulator.quantization_target == CompressionTargetTensor.ACTIVATION:
+                simulator.qparams_calculator.reset_statistics()
+
+    def _schedules_by_simulator(self) -> dict[str, Any]:
+        rules = resolve_module_rules(self._config, self._engine.model)
+        found = {name: rules[path].config.qat_schedule for name, path in self._engine.module_paths().items()}
+        return {name: schedule for name, schedule in found.items() if schedule is not None}
+
+    def _switchable(self, module: nn.Module | None) -> list[FakeQuantizeImplBase]:
+        self._require_prepared(self._model)
+        if self._schedules:
+            raise RuntimeError(
+                "A qat_schedule is configured, which owns observers and fake quantization. Remove it from the config "
+                "to switch them by hand."
+            )
+        if module is None:
+            return _simulators(self._model)
+        for root in (self._model, self._engine.model):
+            for path, candidate in root.named_modules():
+                if candidate is module:
+                    return self._engine.simulators_of(self._model, path)
+        raise ValueError(f"The module {type(module).__name__} is not part of the model that was prepared.")
+
+
+def _make_engine(model: nn.Module, config: QuantizerConfig) -> Engine:
+    check_config(config)
+    if config.execution_mode == ExecutionMode.EAGER:
+        from ._eager import EagerEngine
+
+        return EagerEngine(model, config)
+    if config.execution_mode == ExecutionMode.GRAPH:
+        from ._graph import GraphEngine
+
+        return GraphEngine(model, config)
+    raise InvalidExecutionModeError(config.execution_mode)
+
+
+def _example(args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, no_grad: bool) -> ExampleInputs:
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"example_inputs must be a tuple of the model's inputs, got {type(args).__name__}: wrap it as (x,)."
+        )
+    if not args and not kwargs:
+        raise ValueError("example_inputs is empty: pass the model's inputs as a tuple, or example_kwargs as a dict.")
+    return ExampleInputs(args, dict(kwargs or {}), dynamic_shapes, no_grad)
+
+
+def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
+    return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
+
+
+def _rest(model: nn.Module) -> None:
+    for simulator in _simulators(model):
+        switch(simulator, observer=False, fake_quant=True)
+
+
+def _report(problems: list[Problem], strict: bool) -> None:
+    fatal = [problem for problem in problems if strict or problem.severity == Severity.ERROR]
+    if fatal:
+        listed = "\n".join(f"  {problem}" for problem in fatal)
+        raise PlanError(f"The configuration cannot be applied; {len(fatal)} problem(s):\n{listed}", tuple(fatal))
+    for problem in problems:
+        warnings.warn(f"{problem}", ConfigMatchWarning, stacklevel=3)
