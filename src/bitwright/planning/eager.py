@@ -69,6 +69,8 @@ class PlanBuilder:
     def add_weight(self, decision: StateDecision) -> None:
         """Resolve what was decided about a state and add its row."""
         state, spec = decision.state, decision.spec
+        if not decision.found and (state.tensor.ndim < 2 or not state.is_parameter):
+            return  # biases and buffers that nobody asked about
         resolution = resolve_weight(spec, state, decision.rule) if spec is not None else Resolution(None)
         note = resolution.note
         if not decision.found:

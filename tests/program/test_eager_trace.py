@@ -1,0 +1,123 @@
+"""The eager front end sees what a forward does, and leaves no trace in the model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.program import ValueKind, trace_eager
+
+
+class Mixed(nn.Module):
+    """Calls modules, functions, operators and a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.fc.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.fc(x)
+        y = F.relu(self.norm(y)) * self.scale
+        y = y + y
+        y = torch.cat([y, self.tied(x)], dim=1)
+        return y + shift
+
+
+@pytest.fixture
+def traced():
+    model = Mixed()
+    program = trace_eager(model, (torch.randn(3, 4),), {"shift": torch.randn(3, 8)})
+    return model, program
+
+
+def test_ops_are_named_by_module_function_and_count(traced):
+    """The second call of a function in a module gets _1."""
+    names = [op.name for op in traced[1].ops]
+    assert [n for n in names if n in ("fc.linear", "norm.batch_norm", "relu", "mul", "add", "cat", "tied.linear", "add_1")] == [
+        "fc.linear", "norm.batch_norm", "relu", "mul", "add", "tied.linear", "cat", "add_1",
+    ]  # fmt: skip
+
+
+def test_values_connect_producer_and_consumers(traced):
+    """The output of one op is the same value object as the input of the next."""
+    ops = {op.name: op for op in traced[1].ops}
+    assert ops["relu"].arguments[0].value is ops["norm.batch_norm"].outputs[0]
+    assert [a.label for a in ops["cat"].arguments] == ["tensors_0", "tensors_1"]
+    assert ops["cat"].arguments[1].value is ops["tied.linear"].outputs[0]
+
+
+def test_tied_weights_are_one_state_with_all_names(traced):
+    """Aliases are found once, in the program."""
+    state = traced[1].states["fc.weight"]
+    assert state.names == ("fc.weight", "tied.weight")
+    assert {use.op.name for use in state.uses} == {"fc.linear", "tied.linear"}
+
+
+def test_keyword_inputs_are_inputs(traced):
+    """Inputs are numbered in the order of forward's signature, keywords included."""
+    call = traced[1].calls[""]
+    assert call.input_names == ["x", "shift"]
+    assert all(value.kind is ValueKind.INPUT for value in call.inputs)
+    add = next(op for op in traced[1].ops if op.name == "add_1")
+    assert add.arguments[1].value is call.inputs[1]
+
+
+def test_model_is_as_before():
+    """Statistics, buffers, modes and random state survive tracing."""
+    model = Mixed().train()
+    model.norm.eval()
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    trace_eager(model, (torch.randn(3, 4, generator=torch.Generator()),), {"shift": torch.zeros(3, 8)})
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model.training
+    assert not model.norm.training
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_module_called_twice_is_recorded_once():
+    """Only the first call of a module is recorded; the second runs through."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.fc(x))
+
+    program = trace_eager(Twice(), (torch.randn(1, 2),))
+    assert [op.name for op in program.ops] == ["fc.linear"]
+
+
+def test_failing_forward_names_the_module_and_restores_the_model():
+    """The error says where, keeps the cause, and no hook stays behind."""
+
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("missing")
+
+    model = nn.Sequential(nn.Linear(2, 2), Failing())
+    with pytest.raises(RuntimeError, match=r"KeyError.*module '1'") as caught:
+        trace_eager(model, (torch.randn(1, 2),))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_rnn_weights_in_lists_are_seen():
+    """An LSTM passes its weights as a list; each is an argument with its state."""
+    program = trace_eager(nn.LSTM(3, 5), (torch.randn(4, 1, 3),))
+    lstm = next(op for op in program.ops if op.type == "lstm")
+    assert {a.value.state.name for a in lstm.arguments if a.value.state} == {
+        "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0",
+    }  # fmt: skip
