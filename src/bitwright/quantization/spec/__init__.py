@@ -1,1 +1,55 @@
+"""Specs of quantization and what they are made of: granularities, calculators, fake quantizers."""
 
+from __future__ import annotations
+
+from .factory import QuantizationComponentFactory
+from .fake_quantize import FakeQuantizeImplBase, fp4_forward
+from .granularity import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    PerTokenGranularity,
+    QuantizationGranularity,
+    resolve_block_sizes,
+)
+from .qformulation import QuantizationFormulation
+from .qparams_calculator import (
+    DynamicQParamsCalculator,
+    GlobalMinMaxQParamsCalculator,
+    MovingAverageQParamsCalculator,
+    QParamsCalculatorBase,
+    RunningRangeMixin,
+    StatefulQParamsCalculatorBase,
+    StatelessQParamsCalculatorBase,
+    StaticQParamsCalculator,
+)
+from .qscheme import QuantizationScheme
+from .range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
+from .spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
+
+__all__ = [
+    "DynamicQParamsCalculator",
+    "FakeQuantizeImplBase",
+    "GlobalMinMaxQParamsCalculator",
+    "MinMaxRangeCalculator",
+    "MovingAverageQParamsCalculator",
+    "PerBlockGranularity",
+    "PerChannelGranularity",
+    "PerTensorGranularity",
+    "PerTokenGranularity",
+    "QParamsCalculatorBase",
+    "QuantizationComponentFactory",
+    "QuantizationFormulation",
+    "QuantizationGranularity",
+    "QuantizationScheme",
+    "QuantizationSpec",
+    "RangeCalculatorBase",
+    "RunningRangeMixin",
+    "StatefulQParamsCalculatorBase",
+    "StatelessQParamsCalculatorBase",
+    "StaticQParamsCalculator",
+    "default_activation_quantization_spec",
+    "default_weight_quantization_spec",
+    "fp4_forward",
+    "resolve_block_sizes",
+]

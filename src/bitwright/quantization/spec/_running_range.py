@@ -1,0 +1,113 @@
+"""Calculators' state for ranges that are gathered over many tensors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._calculator_base import QParams
+
+if TYPE_CHECKING:
+    from ._calculator_state import StatefulQParamsCalculatorBase as _Base
+else:
+    _Base = object
+
+__all__ = ["RunningRangeMixin"]
+
+
+class RunningRangeMixin(_Base):
+    """Adds a range that runs along with the tensors; implement ``update_running_range`` to say how.
+
+    Must stand before ``StatefulQParamsCalculatorBase`` among the bases of a class.
+
+    Attributes:
+        running_min: buffer, one entry per block, in the dtype of the tensors; empty until the first tensor.
+        running_max: like ``running_min``.
+    """
+
+    running_min: torch.Tensor
+    running_max: torch.Tensor
+
+    _STATE_BUFFERS = ("scale", "zero_point", "minval", "running_min", "running_max")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with torch.inference_mode(False):
+            self.register_buffer("running_min", torch.empty(0))
+            self.register_buffer("running_max", torch.empty(0))
+        self._restart = False
+        self._observations = 0
+
+    @abstractmethod
+    def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the running range after a further tensor.
+
+        Args:
+            min_val: smallest value of each block of that tensor, at most 0.
+            max_val: largest value of each block, at least 0.
+        """
+
+    def merge_running_range(
+        self, other_min: torch.Tensor, other_max: torch.Tensor, other_share: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the union of this running range and that of another calculator.
+
+        Args:
+            other_min: the other's ``running_min``.
+            other_max: the other's ``running_max``.
+            other_share: the other's share of all tensors seen, between 0 and 1.
+        """
+        return torch.minimum(self.running_min, other_min), torch.maximum(self.running_max, other_max)
+
+    def reset_statistics(self) -> None:
+        """Start anew with the next tensor; until then the parameters stay as they are."""
+        self._restart = True
+
+    def compute_qparams(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> QParams:
+        """Update the running range and return its parameters. The first tensor's range is taken as it is."""
+        if self._initialized and not self._restart:
+            low, high = self.update_running_range(min_val, max_val)
+            self._observations += 1
+        else:
+            low, high = min_val, max_val
+            self._restart, self._observations = False, 1
+        self._store_buffer("running_min", low.detach())
+        self._store_buffer("running_max", high.detach())
+        return self._compute_scale_zero_point_minval(tensor, low, high)
+
+    def _initialize_state(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> None:
+        with torch.inference_mode(False):
+            self.running_min = torch.empty_like(min_val, requires_grad=False)
+            self.running_max = torch.empty_like(max_val, requires_grad=False)
+
+    def _fit_state(
+        self, tensor: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = super()._fit_state(tensor, low, high)
+        if low.shape == self.running_min.shape:
+            return low, high
+        if self._restart:
+            self._initialize_state(tensor, low, high)
+            return low, high
+        raise ValueError(
+            f"A tensor of shape {tuple(tensor.shape)} has {tuple(low.shape)} blocks, but the running range was "
+            f"gathered over tensors with {tuple(self.running_min.shape)} blocks. Use a granularity whose number of "
+            "blocks does not depend on the batch, the 'dynamic' calculator, or reset_statistics()."
+        )
+
+    def _merge_statistics(self, other: Any) -> None:
+        mine, theirs = max(self._observations, 1), max(other._observations, 1)
+        device, dtype = self.running_min.device, self.running_min.dtype
+        low, high = self.merge_running_range(
+            other.running_min.to(device, dtype), other.running_max.to(device, dtype), theirs / (mine + theirs)
+        )
+        self._store_buffer("running_min", low)
+        self._store_buffer("running_max", high)
+        self._observations = mine + theirs
+        self._store(self._compute_scale_zero_point_minval(low, low, high))
+
+    def extra_repr(self) -> str:
+        """Return the parameters and the running range as text."""
+        return f"{super().extra_repr()}\nrunning_min={self.running_min}, running_max={self.running_max}"

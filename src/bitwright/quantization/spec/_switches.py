@@ -1,0 +1,103 @@
+"""On/off switches that are Python attributes for speed and buffers for the state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["SwitchedModule"]
+
+_FLAGS = ("observer_enabled", "fake_quant_enabled", "_disabled")
+
+
+class SwitchedModule(nn.Module):
+    """A simulator that can observe, fake-quantize, or be out of use.
+
+    What ``forward`` asks is ``_observer_on``, ``_fake_quant_on`` and ``_is_off``. The buffers ``observer_enabled``,
+    ``fake_quant_enabled`` and ``_disabled`` hold the same for checkpoints and for code that writes them directly. A
+    write is noticed by the buffer's version counter, so the buffers, which may live on a GPU, are read only after one.
+    """
+
+    fake_quant_enabled: torch.Tensor
+    observer_enabled: torch.Tensor
+    _disabled: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode(False):  # tensors made in inference mode have no version counter
+            self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
+            self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
+            self.register_buffer("_disabled", torch.tensor(False))
+        self._observer_on, self._fake_quant_on, self._is_off = True, True, False
+        self._note_buffers()
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Turn quantization of what passes through on or off."""
+        self._set_switch("fake_quant_enabled", enabled)
+
+    def disable_fake_quant(self) -> None:
+        """Let tensors pass through as they are."""
+        self.enable_fake_quant(False)
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Turn the gathering of statistics on or off."""
+        self._set_switch("observer_enabled", enabled)
+
+    def disable_observer(self) -> None:
+        """Keep the quantization parameters as they are."""
+        self.enable_observer(False)
+
+    def is_disabled(self) -> bool:
+        """Return whether the simulator took itself out of use, because its blocks do not divide the tensor."""
+        self._sync_switches()
+        return self._is_off
+
+    def _set_switch(self, name: str, on: bool) -> None:
+        self._sync_switches()
+        buffer = self._buffers[name]
+        assert buffer is not None
+        if buffer.is_inference() and not torch.is_inference_mode_enabled():
+            self._buffers[name] = torch.full_like(buffer, on)
+        else:
+            buffer.fill_(on)
+        if name == "observer_enabled":
+            self._observer_on = bool(on)
+        elif name == "fake_quant_enabled":
+            self._fake_quant_on = bool(on)
+        else:
+            self._is_off = bool(on)
+        self._note_buffers()
+
+    def _sync_switches(self) -> None:
+        """Read the buffers if anybody has written to them or replaced them; costs well under a microsecond if not."""
+        buffers = self._buffers
+        observer, fake_quant, off = self._seen
+        same = (
+            buffers["observer_enabled"] is observer
+            and buffers["fake_quant_enabled"] is fake_quant
+            and buffers["_disabled"] is off
+        )
+        try:
+            if same and observer._version + fake_quant._version + off._version == self._seen_version:
+                return
+        except RuntimeError:  # inference tensors have no version counter
+            pass
+        self._read_switches()
+
+    def _read_switches(self) -> None:
+        self._observer_on, self._fake_quant_on, self._is_off = (
+            bool(buffer.item()) if buffer is not None and buffer.device.type != "meta" else default
+            for buffer, default in zip((self._buffers[name] for name in _FLAGS), (True, True, False), strict=True)
+        )
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        self._seen: tuple[Any, ...] = tuple(self._buffers[name] for name in _FLAGS)
+        self._seen_version = sum(0 if b is None or b.is_inference() else b._version for b in self._seen)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._read_switches()

@@ -1,0 +1,116 @@
+"""QParams calculators: scale, zero point and minval of a tensor, from the ranges seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._calculator_base import QParams, QParamsCalculatorBase
+from ._calculator_state import StatefulQParamsCalculatorBase, StatelessQParamsCalculatorBase
+from ._running_range import RunningRangeMixin
+from .granularity import QuantizationGranularity
+from .qscheme import QuantizationScheme
+from .range_calculator import RangeCalculatorBase
+
+__all__ = [
+    "DynamicQParamsCalculator",
+    "GlobalMinMaxQParamsCalculator",
+    "MovingAverageQParamsCalculator",
+    "QParams",
+    "QParamsCalculatorBase",
+    "RunningRangeMixin",
+    "StatefulQParamsCalculatorBase",
+    "StatelessQParamsCalculatorBase",
+    "StaticQParamsCalculator",
+]
+
+DEFAULT_AVERAGING_CONSTANT = 1e-2
+
+
+@QParamsCalculatorBase.register("default")
+class _DefaultQParamsCalculator(QParamsCalculatorBase):
+    """Stands in a spec for "static for weights, moving average for activations"; the factory resolves it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "_DefaultQParamsCalculator is a marker class: QuantizationComponentFactory replaces it by the static "
+            "calculator for weights and the moving average for activations. Use the factory, or one of these."
+        )
+
+    def forward(self, tensor: torch.Tensor) -> QParams:
+        raise NotImplementedError
+
+
+@QParamsCalculatorBase.register("static")
+class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
+    """The range of the latest tensor, nothing before it. For weights."""
+
+
+@QParamsCalculatorBase.register("dynamic")
+class DynamicQParamsCalculator(StatelessQParamsCalculatorBase):
+    """The range of each tensor, at run time too. For activations."""
+
+
+@QParamsCalculatorBase.register("moving_average")
+class MovingAverageQParamsCalculator(RunningRangeMixin, StatefulQParamsCalculatorBase):
+    """An exponential moving average of the range: ``r = c * x + (1 - c) * r``, started by the first tensor's range.
+
+    Args:
+        averaging_constant: the weight ``c`` of a further tensor, in (0, 1].
+        **kwargs: see ``QParamsCalculatorBase``.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        qscheme: QuantizationScheme,
+        granularity: QuantizationGranularity,
+        target_dtype: torch.dtype,
+        quant_min: int | float,
+        quant_max: int | float,
+        range_calculator: RangeCalculatorBase,
+        float_range: Sequence[float | None],
+        averaging_constant: float = DEFAULT_AVERAGING_CONSTANT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dtype=dtype,
+            qscheme=qscheme,
+            granularity=granularity,
+            target_dtype=target_dtype,
+            quant_min=quant_min,
+            quant_max=quant_max,
+            range_calculator=range_calculator,
+            float_range=float_range,
+            **kwargs,
+        )
+        self.averaging_constant = averaging_constant
+
+    def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the averages with the further range taken in."""
+        new, old = self.averaging_constant, 1 - self.averaging_constant
+        return new * min_val + old * self.running_min, new * max_val + old * self.running_max
+
+    def merge_running_range(
+        self, other_min: torch.Tensor, other_max: torch.Tensor, other_share: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean of the two averages, weighted by the number of tensors behind each.
+
+        An average that weights tensors by their order has no exact union; this one does not depend on which
+        calculator is merged into which.
+        """
+        return (
+            torch.lerp(self.running_min, other_min, other_share),
+            torch.lerp(self.running_max, other_max, other_share),
+        )
+
+
+@QParamsCalculatorBase.register("global_minmax")
+class GlobalMinMaxQParamsCalculator(RunningRangeMixin, StatefulQParamsCalculatorBase):
+    """The smallest and the largest value over all tensors seen; merging two of them is exact."""
+
+    def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elementwise extremes."""
+        return torch.minimum(self.running_min, min_val), torch.maximum(self.running_max, max_val)
