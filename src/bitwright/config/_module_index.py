@@ -126,3 +126,9 @@ class ModuleIndex:
     def of_type(self, key: str) -> list[int]:
         """Return, in order, the positions of modules whose class is exactly the one that ``key`` names."""
         return sorted(at for cls, positions in self._by_type.items() if type_matches(key, cls) for at in positions)
+
+    def subclass_names(self, key: str) -> tuple[str, ...]:
+        """Return the paths of classes in the model that derive from a class that ``key`` names."""
+        return tuple(
+            type_name(cls) for cls in self._by_type if any(type_matches(key, base) for base in cls.__mro__[1:])
+        )

@@ -12,11 +12,10 @@ Each remembers what never matched, so that a misspelt key does not pass in silen
 
 from __future__ import annotations
 
-import difflib
 import enum
+import itertools
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ._module_index import ModuleIndex, compile_key, type_matches, type_name
 from .spec_dicts import ALL_TENSORS
+from .unmatched import ShadowedKey, UnmatchedKey
 
 if TYPE_CHECKING:
     from .compression_config import CompressionConfig
@@ -74,46 +74,6 @@ _SECTION = {
 
 def _describe(level: ConfigLevel, key: str | None) -> str:
     return _SECTION[level] if key is None else f"{_SECTION[level]}[{key!r}]"
-
-
-@dataclass(frozen=True, slots=True)
-class UnmatchedKey:
-    """A key of the config that matched nothing.
-
-    Attributes:
-        where: the key as one would write it, e.g. ``module_name_configs['layer.0']``.
-        key: the key itself.
-        candidates: the names that it could have matched.
-    """
-
-    where: str
-    key: str
-    candidates: tuple[str, ...] = field(repr=False)
-
-    @property
-    def nearest(self) -> tuple[str, ...]:
-        """Up to three candidates that look most like the key, best first."""
-        return _nearest(self.key, self.candidates)
-
-    def __str__(self) -> str:
-        near = self.nearest
-        return f"{self.where} matches nothing" + (f"; nearest: {', '.join(map(repr, near))}." if near else ".")
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowedKey:
-    """A key that matched modules, each of which a stronger entry had claimed.
-
-    Attributes:
-        where: the key as one would write it.
-        by: descriptions of the entries that own those modules.
-    """
-
-    where: str
-    by: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.where} has no effect: every module that it matches belongs to {', '.join(self.by)}."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,18 +180,21 @@ class _Claims:
     def claim(self, level: ConfigLevel, key: str | None, config: Any, matched: Sequence[int]) -> int:
         """Give the subtrees of ``matched`` modules to an entry as far as they are free; return how many it got.
 
-        Children go before their parents, so that a module that the key matches itself is not counted as inherited.
+        The order, later modules first and each before its children, sets the priorities.
         """
-        before = len(self.rules)
+        before, direct = len(self.rules), set(matched)
         for position in reversed(matched):
             owner = self.index.modules[position].name
             todo = [position]
             while todo:
-                entry = self.index.modules[todo.pop()]
+                at = todo.pop()
+                entry = self.index.modules[at]
                 if entry.name in self.rules:  # then so is everything below it
                     continue
+                # A shared module may be reached from another match before its own turn comes; it is no heir then.
+                inherited = at not in direct
                 self.rules[entry.name] = ModuleRule(
-                    level, key, owner, entry.name != owner, config, len(self.rules), self.usage
+                    level, key, owner if inherited else entry.name, inherited, config, len(self.rules), self.usage
                 )
                 todo.extend(reversed(entry.children))
         return len(self.rules) - before
@@ -255,19 +218,25 @@ def resolve_module_rules(config: CompressionConfig[Any], model: nn.Module) -> Mo
     """
     index = ModuleIndex(model)
     claims = _Claims(index, _OpKeyUsage())
-    unmatched: list[UnmatchedKey] = []
-    shadowed: list[ShadowedKey] = []
+    unmatched: dict[ConfigLevel, list[UnmatchedKey]] = {level: [] for level in ConfigLevel}
+    shadowed: dict[ConfigLevel, list[ShadowedKey]] = {level: [] for level in ConfigLevel}
     for level, key, entry in _entries(config):
         where = _describe(level, key)
         by_name = level is ConfigLevel.MODULE_NAME
         matched = index.named(key, where) if by_name else index.of_type(key)
         if not matched:
-            unmatched.append(UnmatchedKey(where, key, index.names if by_name else index.type_names))
+            candidates, related = (index.names, ()) if by_name else (index.type_names, index.subclass_names(key))
+            unmatched[level].insert(0, UnmatchedKey(where, key, candidates, related))
         elif not claims.claim(level, key, entry, matched):
             owners = dict.fromkeys(claims.rules[index.modules[at].name].describe() for at in matched)
-            shadowed.append(ShadowedKey(where, tuple(owners)))
+            shadowed[level].insert(0, ShadowedKey(where, tuple(owners)))
     claims.claim(ConfigLevel.GLOBAL, None, config.global_config, range(len(index.modules)))
-    return ModuleRules(claims.rules, tuple(reversed(unmatched)), tuple(reversed(shadowed)), claims.usage)
+    return ModuleRules(
+        claims.rules,
+        tuple(itertools.chain.from_iterable(unmatched.values())),
+        tuple(itertools.chain.from_iterable(shadowed.values())),
+        claims.usage,
+    )
 
 
 def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str, Any]]:
@@ -399,9 +368,3 @@ def lookup_spec(spec_dict: Mapping[Any, Any], keys: Sequence[str | int]) -> Spec
     if ALL_TENSORS in spec_dict:
         return SpecMatch(spec_dict[ALL_TENSORS], True, ALL_TENSORS)
     return _NO_MATCH
-
-
-def _nearest(key: str, candidates: Iterable[str]) -> tuple[str, ...]:
-    """Return up to three candidates that look like ``key``, read as plain text."""
-    plain = re.sub(r"\\(.)", r"\1", key)
-    return tuple(difflib.get_close_matches(plain, list(dict.fromkeys(candidates)), n=3))

@@ -1,0 +1,59 @@
+"""When observers and fake quantization run during quantization-aware training."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from bitwright.config._strict import StrictModel
+
+__all__ = ["QATSchedule"]
+
+
+class _ScheduleState(NamedTuple):
+    """What is switched on at one step: observers (``obs_on``), fake quantization (``fq_on``)."""
+
+    obs_on: bool
+    fq_on: bool
+
+
+class QATSchedule(StrictModel):
+    """Steps, counted in calls of ``quantizer.step()``, at which observers and fake quantization are switched.
+
+    Attributes:
+        enable_observer: first step with observers on; 0 or more.
+        enable_fake_quant: first step with fake quantization on; not before ``enable_observer``.
+        disable_observer: first step with observers off again; after ``enable_observer`` and not before
+            ``enable_fake_quant``. None keeps them on.
+
+    Raises:
+        pydantic.ValidationError: the steps are out of order or negative, or there is an unknown field.
+
+    Example:
+        >>> QATSchedule(enable_fake_quant=500, disable_observer=1500).enable_observer
+        0
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    enable_observer: int = Field(default=0, ge=0)
+    enable_fake_quant: int = Field(default=0, ge=0)
+    disable_observer: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        start, quantize, stop = self.enable_observer, self.enable_fake_quant, self.disable_observer
+        if quantize < start:
+            raise ValueError(f"enable_fake_quant ({quantize}) must be >= enable_observer ({start}).")
+        if stop is not None and stop <= start:
+            raise ValueError(f"disable_observer ({stop}) must be > enable_observer ({start}).")
+        if stop is not None and stop < quantize:
+            raise ValueError(f"disable_observer ({stop}) must be >= enable_fake_quant ({quantize}).")
+        return self
+
+    def _compute_state(self, step_count: int) -> _ScheduleState:
+        """Return what is switched on at step ``step_count``."""
+        stop = math.inf if self.disable_observer is None else self.disable_observer
+        return _ScheduleState(self.enable_observer <= step_count < stop, step_count >= self.enable_fake_quant)
