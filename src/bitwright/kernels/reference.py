@@ -222,7 +222,8 @@ class _StraightThrough(torch.autograd.Function):
     ) -> torch.Tensor:
         y, pre = _forward(x, scale, zero_point, minval, block_size, grid)
         ctx.save_for_backward((pre >= grid.quant_min) & (pre <= grid.quant_max))
-        return y
+        # autograd forbids in-place work (`relu_`) on a view that a custom function returned
+        return y.clone() if not torch.compiler.is_compiling() and y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

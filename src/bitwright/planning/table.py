@@ -11,14 +11,16 @@ __all__ = ["describe_spec", "format_plan"]
 
 def format_plan(plan: Plan, width: int = 160) -> str:
     """Return the plan as a text table, its totals, and its problems."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"Plan ({plan.mode} mode, {len(plan.rows)} tensors)", title_justify="left")
+    table = Table(box=box.SIMPLE, title=f"Plan ({plan.mode} mode, {len(plan.rows)} tensors)", title_justify="left")
     for header in ("tensor", "kind", "shape", "as", "bytes", "group", "rule", "note"):
         table.add_column(header, overflow="fold", justify="right" if header in ("bytes", "group") else "left")
     for row in plan.rows:
-        table.add_row(*_cells(row))
+        table.add_row(*map(Text, _cells(row)))
     console = Console(width=width, record=True, file=_Discard())
     console.print(table)
     lines = [console.export_text().rstrip()]

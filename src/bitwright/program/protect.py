@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,14 +12,25 @@ __all__ = ["preserved_state"]
 
 
 @contextmanager
-def preserved_state(model: nn.Module) -> Iterator[None]:
+def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Put ``model`` in eval mode under ``no_grad`` and restore modes, buffers and random state on exit.
 
     Buffers are compared by version, so that only those that the forward wrote to are copied back.
+
+    Args:
+        model: the model.
+        writable: submodules whose buffers keep what the forward writes into them (simulators that observe).
     """
+    free = {id(module) for root in writable for module in root.modules()}
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in _unique_buffers(model)]
-    slots = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    slots = [
+        (module, name, buffer)
+        for module in model.modules()
+        if id(module) not in free
+        for name, buffer in module._buffers.items()
+    ]
+    unique = {id(buffer): buffer for _, _, buffer in slots if buffer is not None and not buffer.is_inference()}
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in unique.values()]
     model.eval()
     try:
         with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
@@ -34,10 +45,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         for module, name, buffer_slot in slots:
             if name in module._buffers and module._buffers[name] is not buffer_slot:
                 module._buffers[name] = buffer_slot
-
-
-def _unique_buffers(model: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in model.buffers() if not buffer.is_inference()]
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

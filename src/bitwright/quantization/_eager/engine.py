@@ -74,7 +74,7 @@ def _initialise(model: nn.Module, insertion: Insertion, example: ExampleInputs) 
     simulators = [simulator for simulator, _ in insertion.simulators]
     for simulator in simulators:
         switch(simulator, observer=True, fake_quant=False)
-    with preserved_state(model):
+    with preserved_state(model, writable=simulators):
         for simulator, placement in insertion.simulators:
             if placement.state is not None:
                 path, attribute = placement.state.owners[0]

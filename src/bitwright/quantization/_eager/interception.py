@@ -110,6 +110,7 @@ class _InterceptMode(TorchFunctionMode):
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     children = module._modules
+    target = args[0] if args and _works_in_place(func) else None
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
         holder, key = (args, index) if index < len(args) else (kwargs, name)
@@ -123,7 +124,14 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     result = func(*args, **kwargs)
     for index, child in sites.outputs:
         result = _replace_output(result, index, children[child])
+    if target is not None and result is not target:
+        return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
     return result
+
+
+def _works_in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _replace_output(result: Any, index: int, simulate: Any) -> Any:
