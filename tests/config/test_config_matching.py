@@ -424,7 +424,7 @@ def slow_owner(config: ToyConfig, model: nn.Module, module: nn.Module) -> tuple[
     classes=st.lists(TYPES, unique=True, max_size=3),
 )
 def test_rules_equal_a_slow_definition(model: nn.Module, names: list[str], classes: list[type[nn.Module]]) -> None:
-    """The strongest matching entry owns a module; the match is direct exactly when the key matches the module itself."""
+    """The strongest matching entry owns a module, directly exactly when the key matches the module itself."""
     config = ToyConfig(
         module_type_configs={cls: toy_module(at) for at, cls in enumerate(classes)},
         module_name_configs={name: toy_module(10 + at) for at, name in enumerate(names)},

@@ -136,5 +136,5 @@ class TestWithout:
     def test_errors_tell_what_a_target_is(self) -> None:
         with pytest.raises(TypeError, match="must be module types or name strings, got int: 42"):
             ToyConfig().without(42)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="must be nn.Module subclasses or name strings, got int"):
+        with pytest.raises(TypeError, match=r"must be nn\.Module subclasses or name strings, got int"):
             ToyConfig().without(int)  # type: ignore[arg-type]

@@ -49,9 +49,22 @@ def _serialize(value: Any, handler: SerializerFunctionWrapHandler, info: Seriali
 
 
 def dump_spec(spec: CompressionSpec) -> dict[str, Any]:
-    """Return the fields of ``spec`` as plain data, without computed ones, named if it is of a user's subclass."""
-    fields = spec.model_dump(mode="json", exclude=set(type(spec).model_computed_fields))
-    return {SPEC_CLASS_KEY: _class_name(type(spec)), **fields} if _is_extended(type(spec)) else fields
+    """Return the fields of ``spec`` as plain data, named if it is of a user's subclass.
+
+    Computed fields are left out, and so are fields that are unset by default and were left so.
+    """
+    cls = type(spec)
+    unset = {
+        name
+        for name, field in cls.model_fields.items()
+        if _is_unset(value := getattr(spec, name)) and value == field.get_default(call_default_factory=True)
+    }
+    fields = spec.model_dump(mode="json", exclude={*cls.model_computed_fields, *unset})
+    return {SPEC_CLASS_KEY: _class_name(cls), **fields} if _is_extended(cls) else fields
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(item is None for item in value))
 
 
 def _is_extended(cls: type[CompressionSpec]) -> bool:
