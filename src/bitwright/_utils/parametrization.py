@@ -55,7 +55,11 @@ def _make_picklable(module: nn.Module) -> None:
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
     base = type(self).__bases__[0]
-    return _new_instance, (base,), dict(self.__dict__), None, None, _restore_parametrized
+    state = base.__getstate__(self)  # torch's parametrized class forbids pickling; its base may have a form of its own
+    if isinstance(self, nn.RNNBase):
+        _restore_rnn(self)  # RNNBase refreshes its list of weights here, through the parametrizations
+        state = {**state, "_flat_weights": self._flat_weights}
+    return _new_instance, (base,), state, None, None, _restore_parametrized
 
 
 def _new_instance(cls: type[nn.Module]) -> nn.Module:
@@ -68,6 +72,8 @@ def _restore_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
     for name in module.parametrizations:  # type: ignore[union-attr]
         parametrize._inject_property(module, name)
     _make_picklable(module)
+    if isinstance(module, nn.RNNBase):
+        _restore_rnn(module)
 
 
 class _LiveRNNWeights:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from bitwright._utils.parametrization import clear_parametrization, parametrize_tensor
 from bitwright.config.spec import CompressionTargetTensor
@@ -108,10 +109,16 @@ class Insertion:
             table.seen = _count(op.type for op in call.ops if op.type in QUANTIZER_EAGER_OPS or op.type in planned)
             shielded.update(child for child in call.children if child not in self._tables)
             self._undo += [handle.remove for handle in attach_frame(module, table)]
-            for weights in getattr(module, "parametrizations", {}).values():
-                self._undo += [handle.remove for handle in attach_shield(weights)]
         for path in shielded:
             self._undo += [handle.remove for handle in attach_shield(self._modules[path])]
+        for weights in self._weights_below_frames():
+            self._undo += [handle.remove for handle in attach_shield(weights)]
+
+    def _weights_below_frames(self) -> list[nn.Module]:
+        """A frame may read a weight of any module below it (attention reads that of its output projection)."""
+        roots = [self._modules[path] for path in self._tables]
+        found = {id(m): m for root in roots for m in root.modules() if isinstance(m, parametrize.ParametrizationList)}
+        return list(found.values())
 
 
 def _build(placement: Placement) -> FakeQuantizeImplBase:
