@@ -38,7 +38,7 @@ _RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
     {
         **dict.fromkeys((*_CONVS, "linear", "embedding", "multi_head_attention_forward", *_RNNS), _OUT_IN),
-        **dict.fromkeys(_CONV_TRANSPOSES, _IN_OUT),
+        **dict.fromkeys((*_CONV_TRANSPOSES, "addmm"), _IN_OUT),
     }
 )
 
@@ -51,7 +51,7 @@ _ROLE_WEIGHTS = frozenset(
     {"in_proj_weight", "out_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight"}
 )
 
-_WEIGHTED = (*_CONVS, *_CONV_TRANSPOSES, "linear")
+_WEIGHTED = (*_CONVS, *_CONV_TRANSPOSES, "linear", "addmm")
 
 QUANTIZER_EAGER_OPS: Mapping[str, str] = MappingProxyType(
     {
