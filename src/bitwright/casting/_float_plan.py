@@ -1,0 +1,274 @@
+"""Which float32 values of a program become 16-bit ones, which stay, and why; decided before anything changes.
+
+Two notions carry the plan. A *kept* node computes in float32. A *wide* value is one that the 16-bit dtype cannot
+hold; nobody may narrow it, so its consumers are kept too. Results of kept nodes that are not wide are narrowed
+again where a 16-bit consumer reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ._cleanup import CAST_OPS, dtype_of
+from ._intervals import Interval
+from ._numbers import fits_tensor, largest, loses_precision
+from ._operators import (
+    attribute_of,
+    called_graphs,
+    is_creation,
+    is_graph_call,
+    lacks_16_bit_kernel,
+    reinterprets_bits,
+    unsuitable_scalar,
+    written_arguments,
+)
+from ._phases import phase_chains
+from ._program import static_inputs, user_inputs
+
+IGNORED = "ignored_ops names it"
+
+
+@dataclasses.dataclass
+class FloatPlan:
+    """Decisions of the float pass, by node; sub-graphs included.
+
+    Attributes:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        kept: nodes that compute in float32, and why.
+        wide: nodes whose float32 value ``dtype`` cannot hold, and why.
+        stay: placeholders whose tensors stay float32 although ``dtype`` could hold them.
+    """
+
+    dtype: torch.dtype
+    kept: dict[Node, str] = dataclasses.field(default_factory=dict)
+    wide: dict[Node, str] = dataclasses.field(default_factory=dict)
+    stay: set[Node] = dataclasses.field(default_factory=set)
+
+    def native_float32(self, node: Node) -> bool:
+        """Tell whether the value of ``node`` is computed or stored in float32."""
+        return node in self.kept or node in self.wide or node in self.stay
+
+
+class FloatPlanner:
+    """Build a :class:`FloatPlan`.
+
+    Args:
+        dtype: the 16-bit dtype.
+        ignored: tells for a node whether the user wants it in float32.
+        peaks: largest magnitudes seen, by node; empty when no example inputs were given.
+        ranges: proven intervals of integer values, by node.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        ignored: Callable[[Node], bool],
+        peaks: Mapping[Node, float],
+        ranges: Mapping[Node, Interval],
+    ) -> None:
+        self._plan = FloatPlan(dtype)
+        self._ignored = ignored
+        self._peaks = peaks
+        self._ranges = ranges
+        self._inherits_width: set[Node] = set()
+        self._root: GraphModule | None = None
+
+    def plan(self, program: ExportedProgram) -> FloatPlan:
+        """Return the plan for ``program``.
+
+        Raises:
+            ValueError: an operator writes in place to a tensor that would have to be cast for it.
+        """
+        self._root = program.graph_module
+        self._plan_statics(program)
+        for node in user_inputs(program):
+            self._check_peak(node)
+        parameters = {node for node, spec, _ in static_inputs(program) if spec.kind == InputKind.PARAMETER}
+        self._plan_graph(program.graph, parameters)
+        # The user's inputs change by contract; of the rest, what only phases read stays as exact as it is.
+        self._plan.stay -= set(user_inputs(program))
+        self._settle_shared_graphs(program.graph_module)
+        _check_in_place(program.graph_module, self._plan)
+        return self._plan
+
+    def _plan_statics(self, program: ExportedProgram) -> None:
+        dtype = self._plan.dtype
+        nodes = {node.name: node for node in program.graph.nodes}
+        written = {
+            spec.target: nodes[spec.arg.name]
+            for spec in program.graph_signature.output_specs
+            if spec.kind == OutputKind.BUFFER_MUTATION
+        }
+        verdicts: dict[int, str] = {}
+        for _, spec, tensor in static_inputs(program):
+            if tensor.dtype != torch.float32:
+                continue
+            if not fits_tensor(tensor, dtype):
+                verdicts[id(tensor)] = f"it holds values beyond {dtype}"
+            elif loses_precision(tensor, dtype):
+                verdicts[id(tensor)] = f"most of it lies below the normal numbers of {dtype}"
+            elif spec.target in written and self._overflow(written[spec.target]):
+                verdicts[id(tensor)] = f"values beyond {dtype} are written to it"
+        for node, _, tensor in static_inputs(program):
+            if id(tensor) in verdicts:
+                self._plan.wide[node] = verdicts[id(tensor)]
+
+    def _plan_graph(self, graph: Graph, parameters: set[Node]) -> None:
+        chains = phase_chains(graph, parameters)
+        if graph.owning_module is self._root:
+            self._plan.stay |= chains.placeholders
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._plan_attribute(node)
+            elif node.op == "call_function":
+                self._plan_call(node, chains.nodes)
+
+    def _plan_attribute(self, node: Node) -> None:
+        owner = node.graph.owning_module
+        value = attribute_of(owner, str(node.target)) if owner is not None else None
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return
+        if not fits_tensor(value, self._plan.dtype):
+            self._plan.wide[node] = f"it holds values beyond {self._plan.dtype}"
+
+    def _plan_call(self, node: Node, phases: set[Node]) -> None:
+        if not touches_float32(node):
+            return
+        if node.target is operator.getitem:
+            self._plan_item(node)
+            return
+        if isinstance(node.target, HigherOrderOperator):
+            reason = self._graph_call_reason(node)
+        else:
+            reason = "it computes a phase from integer positions" if node in phases else self._reason(node)
+        if self._reads_bfloat16(node) or any(source in self._inherits_width for source in node.all_input_nodes):
+            # bfloat16 reaches far beyond float16, and so may everything that is computed from it.
+            self._inherits_width.add(node)
+            reason = reason or "it computes with bfloat16 values, whose range float16 does not have"
+            self._plan.wide[node] = reason
+        overflow = self._overflow(node) or self._integer_overflow(node)
+        if overflow is None and is_creation(node):
+            overflow = unsuitable_scalar(node, self._plan.dtype)
+        if overflow is not None:
+            self._plan.wide[node] = overflow
+        if reason is not None or overflow is not None:
+            self._plan.kept[node] = reason or str(overflow)
+
+    def _plan_item(self, node: Node) -> None:
+        container = node.all_input_nodes[0]
+        if container in self._plan.kept:
+            self._plan.kept[node] = self._plan.kept[container]
+        if container in self._inherits_width:
+            self._inherits_width.add(node)
+        overflow = self._overflow(node)
+        if overflow is not None:
+            self._plan.wide[node] = overflow
+        elif container in self._inherits_width or (container in self._plan.wide and node not in self._peaks):
+            self._plan.wide[node] = self._plan.wide[container]
+
+    def _reason(self, node: Node) -> str | None:
+        """Say why ``node`` computes in float32; None when it need not."""
+        if self._ignored(node):
+            return IGNORED
+        wide = next((source for source in node.all_input_nodes if source in self._plan.wide), None)
+        if wide is not None:
+            return f"it reads {wide.name}, which stays float32: {self._plan.wide[wide]}"
+        if reinterprets_bits(node):
+            return "it reads the bits of float32 numbers"
+        if _touches_complex(node):
+            return "it computes with complex numbers"
+        if lacks_16_bit_kernel(node):
+            return f"PyTorch has no {self._plan.dtype} kernel for it"
+        return unsuitable_scalar(node, self._plan.dtype)
+
+    def _graph_call_reason(self, node: Node) -> str | None:
+        reason = self._reason(node)
+        if reason is None and not is_graph_call(node):
+            reason = f"graphs called by {node.target} are not rewritten"
+        for module in called_graphs(node):
+            self._plan_graph(module.graph, parameters=set())
+            placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
+            for inner in placeholders:
+                self._check_peak(inner)
+            results = [leaf for leaf in pytree.tree_leaves(module.graph.output_node().args) if isinstance(leaf, Node)]
+            wide = next((inner for inner in (*placeholders, *results) if inner in self._plan.wide), None)
+            if wide is not None:
+                self._plan.wide[node] = self._plan.wide[wide]
+                reason = reason or f"{wide.name} in its graph stays float32: {self._plan.wide[wide]}"
+        return reason
+
+    def _reads_bfloat16(self, node: Node) -> bool:
+        if self._plan.dtype != torch.float16 or not _yields_float32(node):
+            return False
+        return any(dtype_of(source) == torch.bfloat16 for source in node.all_input_nodes)
+
+    def _check_peak(self, node: Node) -> None:
+        overflow = self._overflow(node)
+        if dtype_of(node) == torch.float32 and overflow is not None:
+            self._plan.wide[node] = overflow
+
+    def _overflow(self, node: Node) -> str | None:
+        peak = self._peaks.get(node, 0.0)
+        if peak > largest(self._plan.dtype):
+            return f"the example inputs drive it to {peak:.4g}, beyond {self._plan.dtype}"
+        return None
+
+    def _integer_overflow(self, node: Node) -> str | None:
+        if node.target not in CAST_OPS or not isinstance(node.args[0], Node) or node.args[0] not in self._ranges:
+            return None
+        interval = self._ranges[node.args[0]]
+        if interval.magnitude > largest(self._plan.dtype):
+            return f"it holds integers from {interval.low} to {interval.high}, beyond {self._plan.dtype}"
+        return None
+
+    def _settle_shared_graphs(self, module: GraphModule) -> None:
+        """Keep all callers of a graph in float32 when one of them is: the graph exists once."""
+        callers: dict[int, list[Node]] = {}
+        for graph_module in module.modules():
+            if isinstance(graph_module, GraphModule):
+                for node in graph_module.graph.nodes:
+                    if isinstance(node.target, HigherOrderOperator):
+                        for called in called_graphs(node):
+                            callers.setdefault(id(called), []).append(node)
+        for nodes in callers.values():
+            if any(node in self._plan.kept for node in nodes):
+                for node in nodes:
+                    self._plan.kept.setdefault(node, "it shares its graph with a call that stays float32")
+
+
+def touches_float32(node: Node) -> bool:
+    """Tell whether ``node`` reads or computes a float32 tensor."""
+    return _yields_float32(node) or any(_yields_float32(source) for source in node.all_input_nodes)
+
+
+def _yields_float32(node: Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in leaves)
+
+
+def _touches_complex(node: Node) -> bool:
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in pytree.tree_leaves(values))
+
+
+def _check_in_place(module: GraphModule, plan: FloatPlan) -> None:
+    for graph_module in module.modules():
+        for node in graph_module.graph.nodes if isinstance(graph_module, GraphModule) else ():
+            if node.op != "call_function" or node.target == torch.ops.aten.detach_.default:
+                continue
+            for written in written_arguments(node):
+                if dtype_of(written) == torch.float32 and (node in plan.kept) != plan.native_float32(written):
+                    raise ValueError(
+                        f"{node.name} ({node.target}) writes in place to {written.name}, of which one stays float32 "
+                        f"and the other becomes {plan.dtype}. Make the program functional before casting it: "
+                        "program = program.run_decompositions()."
+                    )

@@ -1,0 +1,86 @@
+"""Numbers moved into a 16-bit float format: what fits, what is clamped, what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+#: Finite magnitudes from here on stand for "infinity" in masks (``finfo(float32).min`` and the like).
+STANDS_FOR_INFINITY: Final = 1e38
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest finite magnitude of ``dtype``."""
+    return float(torch.finfo(dtype).max)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Return the smallest positive (subnormal) magnitude of ``dtype``."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal) * float(info.eps)
+
+
+def fits_scalar(value: float, dtype: torch.dtype) -> bool:
+    """Tell whether ``value`` keeps its meaning in ``dtype``: it is in range, not finite, or stands for infinity."""
+    return not math.isfinite(value) or abs(value) <= largest(dtype) or abs(value) >= STANDS_FOR_INFINITY
+
+
+def narrow_scalar(value: float, dtype: torch.dtype) -> float:
+    """Return ``value`` as ``dtype`` holds it.
+
+    Infinities and NaN stay. A finite value that stands for infinity becomes the largest finite one, so that a
+    mask made of ``finfo(float32).min`` stays finite. A non-zero value never becomes zero: an epsilon keeps
+    protecting its division.
+
+    Args:
+        value: a value for which :func:`fits_scalar` holds.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+    if not math.isfinite(value):
+        return value
+    limit = largest(dtype)
+    if abs(value) > limit:
+        return math.copysign(limit, value)
+    rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+    if rounded == 0.0 and value != 0.0:
+        return math.copysign(smallest(dtype), value)
+    return rounded
+
+
+def fits_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether every entry of a float32 ``tensor`` keeps its meaning in ``dtype`` (see :func:`fits_scalar`)."""
+    if tensor.numel() == 0:
+        return True
+    magnitude = tensor.detach().abs()
+    beyond = (magnitude > largest(dtype)) & (magnitude < STANDS_FOR_INFINITY)
+    return not bool(beyond.any())
+
+
+def loses_precision(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether ``dtype`` would lose more of a float32 ``tensor`` than rounding explains.
+
+    Rounding a normal number costs at most half of the machine epsilon. A relative error (Frobenius norm) above
+    one epsilon means that most of the tensor lies among the subnormal numbers or below, as small quantization
+    scales do.
+    """
+    exact = tensor.detach().double()
+    exact = exact[exact.isfinite()]
+    norm = float(exact.norm())
+    if norm == 0.0:
+        return False
+    error = float((exact.to(torch.float32).to(dtype).double() - exact).norm())
+    return math.isfinite(error) and error / norm > float(torch.finfo(dtype).eps)
+
+
+def narrow_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a float32 ``tensor`` in ``dtype``, entry by entry as :func:`narrow_scalar` does; the argument stays."""
+    values = tensor.detach()
+    limit = largest(dtype)
+    saturated = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
+    narrow = saturated.to(dtype)
+    vanished = (narrow == 0) & (values != 0)
+    if bool(vanished.any()):
+        narrow = torch.where(vanished, torch.copysign(torch.full_like(narrow, smallest(dtype)), values), narrow)
+    return narrow

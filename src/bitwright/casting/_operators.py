@@ -1,0 +1,148 @@
+"""Facts about operators that the float pass needs: what stays in float32, what creates, what nests graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from ._numbers import fits_scalar
+
+_aten = torch.ops.aten
+
+#: Families without a 16-bit kernel in PyTorch on CPU, found by running every operator of
+#: ``torch.testing._internal``'s operator database in half precision (torch 2.13).
+_FLOAT32_PREFIXES: Final = (
+    *("linalg_", "_linalg_", "cholesky", "_fft_", "fft_", "special_", "_ctc_loss", "histogram", "_histogram"),
+)
+_FLOAT32_NAMES: Final = frozenset(
+    {
+        "_cdist_forward",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+        "avg_pool3d",
+        "geqrf",
+        "multi_margin_loss",
+        "multilabel_margin_loss_forward",
+        "ormqr",
+        "triangular_solve",
+    }
+)
+_HAS_16_BIT_KERNEL: Final = frozenset({"linalg_vector_norm", "linalg_cross", "linalg_vecdot"})
+
+#: Operators whose result is a function of sizes and scalars only.
+_CREATION_NAMES: Final = frozenset(
+    {"arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "logspace", "new_full", "new_ones"}
+    | {"new_zeros", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "scalar_tensor", "zeros"}
+    | {"zeros_like"}
+)
+
+#: Higher-order operators that only call their graphs: every tensor goes in and comes out as an operand.
+_CALLING_OPS: Final = frozenset(
+    {"cond", "while_loop", "scan", "map_impl", "associative_scan", "invoke_subgraph", "wrap_with_set_grad_enabled"}
+    | {"strict_mode", "wrap_activation_checkpoint", "tag_activation_checkpoint", "wrap"}
+)
+
+#: Products and quotients: a factor among the subnormal numbers loses digits that the result needs.
+_PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide", "mul_", "div_"})
+
+
+def op_name(node: Node) -> str:
+    """Return the name of an operator without namespace and overload; empty for what is no operator."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(target.__name__) if isinstance(target, HigherOrderOperator) else ""
+
+
+def lacks_16_bit_kernel(node: Node) -> bool:
+    """Tell whether PyTorch has no float16 or bfloat16 kernel for the operator on CPU."""
+    name = op_name(node)
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or name in _HAS_16_BIT_KERNEL:
+        return False
+    return name in _FLOAT32_NAMES or name.startswith(_FLOAT32_PREFIXES)
+
+
+def is_creation(node: Node) -> bool:
+    """Tell whether the operator makes a tensor out of sizes and scalars."""
+    return isinstance(node.target, OpOverload) and op_name(node) in _CREATION_NAMES
+
+
+def reinterprets_bits(node: Node) -> bool:
+    """Tell whether the operator reads the bits of its argument as another dtype."""
+    return node.target in (_aten.view.dtype, _aten.view_copy.dtype)
+
+
+def is_graph_call(node: Node) -> bool:
+    """Tell whether ``node`` is a higher-order operator that only calls its graphs (``cond``, ``scan``, ...)."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return False
+    if op_name(node) == "wrap_with_autocast":
+        return node.args[2] is False
+    return op_name(node) in _CALLING_OPS
+
+
+def called_graphs(node: Node) -> Iterator[GraphModule]:
+    """Yield the graphs that a higher-order operator calls."""
+    owner = node.graph.owning_module
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr" and owner is not None:
+            attribute = attribute_of(owner, str(argument.target))
+            if isinstance(attribute, GraphModule):
+                yield attribute
+
+
+def attribute_of(module: torch.nn.Module, target: str) -> Any:
+    """Return the attribute that a ``get_attr`` node reads, by its dotted name."""
+    found: Any = module
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def scalars(node: Node) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of the Python numbers that enter the arithmetic of an operator.
+
+    Sizes, axes and other numbers of the schema type ``int`` are no part of it.
+    """
+    for argument, value in bound_arguments(node):
+        if "int" in str(argument.type):
+            continue
+        for entry in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(entry, int | float) and not isinstance(entry, bool):
+                yield argument.name, entry
+
+
+def bound_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+    """Yield (schema argument, value) for the arguments that ``node`` gives to its operator."""
+    if not isinstance(node.target, OpOverload):
+        return
+    arguments = node.target._schema.arguments
+    for argument, value in zip(arguments, node.args, strict=False):
+        yield argument, value
+    for argument in arguments:
+        if argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Return the tensors that an operator writes to in place."""
+    return [
+        value
+        for argument, value in bound_arguments(node)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
+    ]
+
+
+def unsuitable_scalar(node: Node, dtype: torch.dtype) -> str | None:
+    """Say which scalar of ``node`` cannot be held in ``dtype``; None when all can."""
+    smallest_normal = float(torch.finfo(dtype).smallest_normal)
+    for name, value in scalars(node):
+        if not fits_scalar(value, dtype):
+            return f"its argument {name}={value!r} exceeds {dtype}"
+        if op_name(node) in _PRODUCT_NAMES and 0.0 < abs(value) < smallest_normal:
+            return f"its factor {name}={value!r} lies below the normal numbers of {dtype}"
+    return None
