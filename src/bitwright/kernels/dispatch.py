@@ -1,8 +1,19 @@
-"""The kernels that the rest of the package calls."""
+"""The kernels that the rest of the package calls: each runs in the fastest form that fits its tensors.
+
+Plain CPU tensors go to the fused CPU form, CUDA tensors to the fused CUDA form. The reference runs for everything else:
+tensor subclasses and fake tensors, other devices and dtypes, empty tensors, under function transforms, dispatch modes
+and tracing, and while ``torch.compile`` traces. ``torch.export`` sees the one operator ``bitwright::fake_quantize``.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+from typing import Any
+
 import torch
+from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
@@ -11,16 +22,227 @@ __all__ = [
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "form_of",
     "min_max",
     "observe_and_fake_quantize",
+    "observe_running_and_fake_quantize",
     "quantize",
+    "set_form",
 ]
 
-choose_qparams = reference.choose_qparams
-dequantize = reference.dequantize
-fake_quantize = reference.fake_quantize
-min_max = reference.min_max
-quantize = reference.quantize
+logger = logging.getLogger(__name__)
+
+_FORMS = ("auto", "reference")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_reference_only = os.environ.get("BITWRIGHT_KERNELS", "auto") == "reference"
+
+
+def set_form(name: str) -> str:
+    """Choose the form of the kernels for this process and return the previous choice.
+
+    Args:
+        name: ``"auto"`` for the fastest form that fits, ``"reference"`` for plain torch everywhere. The environment
+            variable ``BITWRIGHT_KERNELS`` sets the initial choice.
+
+    Raises:
+        ValueError: another name.
+    """
+    global _reference_only
+    if name not in _FORMS:
+        raise ValueError(f"The form of the kernels must be one of {_FORMS}, got {name!r}.")
+    before = _FORMS[_reference_only]
+    _reference_only = name == "reference"
+    return before
+
+
+@functools.cache
+def _cpu_form() -> Any:
+    """The fused CPU form, or the reference where it cannot run."""
+    try:
+        from .cpu.compiling import unsupported_reason
+
+        reason = unsupported_reason()
+        if reason is None:
+            from .cpu import fused
+
+            return fused
+    except ImportError as error:
+        reason = f"Numba cannot be imported: {error}"
+    logger.warning("The fused CPU kernels are off (%s); the slower reference form runs instead.", reason)
+    return reference
+
+
+@functools.cache
+def _cuda_form() -> Any:
+    """The fused CUDA form, or the reference where Triton is missing."""
+    try:
+        from . import cuda
+
+        return cuda
+    except ImportError as error:
+        logger.warning("The fused CUDA kernels are off (%s); the slower reference form runs instead.", error)
+        return reference
+
+
+def form_of(x: torch.Tensor) -> Any:
+    """Return the module whose kernels take this tensor: the fused CPU or CUDA form, or ``kernels.reference``."""
+    if (
+        type(x) not in _PLAIN
+        or x.dtype not in _FLOATS
+        or x.layout is not torch.strided
+        or x.numel() == 0
+        or x.is_neg()
+        or _reference_only
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return reference
+    if x.is_cpu:
+        return _cpu_form()
+    return _cuda_form() if x.is_cuda else reference
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """Quantize and dequantize a tensor; the gradient passes straight through inside the grid's range.
+
+    Args:
+        x: tensor of any shape, floating point.
+        scale: one entry per block in row-major order, or a single one; gets no gradient.
+        zero_point: like ``scale``, or None for 0; the ``"zp"`` formulation of integers uses it.
+        minval: like ``scale``; the ``"minval"`` formulation uses it.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``; the arithmetic is float32 (``kernels.reference``).
+
+    Raises:
+        ValueError: blocks do not divide, or a parameter does not fit or is missing.
+    """
+    if is_compiling() or is_exporting():
+        if is_exporting():
+            from .operators import exported_fake_quantize
+
+            return exported_fake_quantize(x, scale, zero_point, minval, block_size, grid)
+        return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    result: torch.Tensor = form_of(x).fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    return result
+
+
+def quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """Return the quantized values as float32: whole numbers, or values that a float format represents.
+
+    Takes the arguments of ``fake_quantize``. No gradient is recorded.
+
+    Raises:
+        ValueError: as ``fake_quantize``.
+    """
+    form = reference if is_compiling() else form_of(x)
+    with torch.no_grad():
+        codes: torch.Tensor = form.quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    return codes
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the values that quantized values stand for, as ``output_dtype``.
+
+    Args:
+        codes: what ``quantize`` returned, in any dtype that holds it (``int8``, ``uint8``, FP8, floating point).
+        scale: as in ``fake_quantize``.
+        zero_point: as in ``fake_quantize``.
+        minval: as in ``fake_quantize``.
+        block_size: as in ``fake_quantize``.
+        grid: as in ``fake_quantize``.
+        output_dtype: dtype of the result; the arithmetic is float32. No gradient is recorded.
+
+    Raises:
+        ValueError: as ``fake_quantize``.
+    """
+    with torch.no_grad():
+        values = codes.to(torch.float32)
+        fused = not is_compiling() and output_dtype in _FLOATS
+        form = form_of(values) if fused else reference
+        result: torch.Tensor = form.dequantize(
+            values, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=output_dtype
+        )
+    return result
+
+
+def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest element of every block; a NaN makes both NaN.
+
+    Args:
+        x: tensor of any shape.
+        block_size: shape of one block; divides the shape of ``x``.
+
+    Returns:
+        Two tensors of the dtype of ``x`` and of shape ``x.shape // block_size``. A block without elements gives 0.
+
+    Raises:
+        ValueError: blocks do not divide.
+    """
+    form = reference if is_compiling() else form_of(x)
+    result: tuple[torch.Tensor, torch.Tensor] = form.min_max(x, block_size)
+    return result
+
+
+def choose_qparams(
+    min_val: torch.Tensor,
+    max_val: torch.Tensor,
+    *,
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return float32 scale, int32 zero point and float32 minval for a range (the formulas: ``kernels.reference``).
+
+    Args:
+        min_val: smallest value of each block; its dtype is the one computed in.
+        max_val: largest value of each block, same shape and dtype.
+        grid: the codes.
+        scheme: ``"symmetric"``, ``"asymmetric"`` or ``"symmetric_with_clipping"`` (the grid holds the clipped range).
+        scale_dtype: None, or ``torch.float8_e8m0fnu`` for power-of-two scales of float formats.
+
+    Returns:
+        Tensors in the shape of ``min_val``; zero point and minval are None for float formats.
+
+    Raises:
+        ValueError: unknown scheme, or one that the format does not take.
+    """
+    reference.check_scheme(grid, scheme, scale_dtype)
+    form = reference if is_compiling() or max_val.dtype != min_val.dtype else form_of(min_val)
+    result: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = form.choose_qparams(
+        min_val, max_val, grid=grid, scheme=scheme, scale_dtype=scale_dtype
+    )
+    return result
 
 
 def observe_and_fake_quantize(
@@ -33,10 +255,81 @@ def observe_and_fake_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Find every block's range, choose its parameters, and fake-quantize with them.
 
+    Args:
+        x: tensor of any shape, floating point.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+        scheme: as in ``choose_qparams``.
+        scale_dtype: as in ``choose_qparams``.
+
     Returns:
-        The fake-quantized tensor, scale, zero point and minval.
+        The fake-quantized tensor with its straight-through gradient, scale, zero point and minval.
+
+    Raises:
+        ValueError: as ``min_max`` and ``choose_qparams``.
     """
-    low, high = min_max(x, block_size)
-    scale, zero_point, minval = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
-    y = fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
-    return y, scale, zero_point, minval
+    reference.check_scheme(grid, scheme, scale_dtype)
+    if is_compiling() or is_exporting():
+        low, high = reference.min_max(x, block_size)
+        made = reference.choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
+        return fake_quantize(x, *made, block_size=block_size, grid=grid), *made
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+    result = form_of(x).observe_and_fake_quantize(
+        x, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype
+    )
+    return result
+
+
+def observe_running_and_fake_quantize(
+    x: torch.Tensor,
+    running_min: torch.Tensor,
+    running_max: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+    averaging_constant: float | None = None,
+    restart: bool = False,
+    quantize: bool = True,
+) -> torch.Tensor:
+    """Widen a running range by a tensor, choose the parameters from it, and fake-quantize with them.
+
+    The running range and the parameters are changed in place.
+
+    Args:
+        x: tensor of any shape, floating point.
+        running_min: smallest element of each block so far, in the dtype of ``x``.
+        running_max: largest element of each block so far, likewise.
+        scale: where the float32 scales go.
+        zero_point: where the int32 zero points go; None for float formats.
+        minval: where the float32 minvals go; None for float formats.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+        scheme: as in ``choose_qparams``.
+        scale_dtype: as in ``choose_qparams``.
+        averaging_constant: weight ``c`` of this tensor in ``running = c * new + (1 - c) * running``; None keeps the
+            extremes of all tensors.
+        restart: forget the running range and take this tensor's.
+        quantize: False observes only.
+
+    Returns:
+        The fake-quantized tensor with its straight-through gradient, or ``x`` itself.
+
+    Raises:
+        ValueError: as ``min_max`` and ``choose_qparams``, or a running range of another shape or dtype.
+    """
+    form = reference if is_compiling() else form_of(x)
+    state = (running_min, running_max, scale, zero_point, minval)
+    if form is not reference:
+        reference.check_scheme(grid, scheme, scale_dtype)
+        if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in state):
+            form = reference
+    y: torch.Tensor = form.observe_running_and_fake_quantize(
+        x, *state, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
+        averaging_constant=averaging_constant, restart=restart, quantize=quantize,
+    )  # fmt: skip
+    return y

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class Grid:
     quant_min: int | float
     quant_max: int | float
     formulation: str = "zp"
+    _native: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fmt = format_of(self.dtype)
@@ -45,6 +47,10 @@ class Grid:
                 f"The range [{self.quant_min!r}, {self.quant_max!r}] is empty or lies outside that of {fmt.name!r}, "
                 f"[{fmt.minimum}, {fmt.maximum}]."
             )
+
+    def __reduce__(self) -> tuple[type[Grid], tuple[object, ...]]:
+        # A copy must not share the table that the CPU kernels keep with a grid.
+        return Grid, (self.dtype, self.quant_min, self.quant_max, self.formulation)
 
     @property
     def is_integer(self) -> bool:

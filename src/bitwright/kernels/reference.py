@@ -348,3 +348,77 @@ def observe_and_fake_quantize(
     scale, zero_point, minval = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
     y = fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     return y, scale, zero_point, minval
+
+
+def observe_running_and_fake_quantize(
+    x: torch.Tensor,
+    running_min: torch.Tensor,
+    running_max: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+    averaging_constant: float | None = None,
+    restart: bool = False,
+    quantize: bool = True,
+) -> torch.Tensor:
+    """Widen a running range by a tensor, choose the parameters from it, and fake-quantize with them.
+
+    The running range and the parameters are changed in place. The tensor's range is widened to include zero first.
+
+    Args:
+        x: tensor of any shape, floating point.
+        running_min: smallest element of each block so far, in the dtype of ``x``.
+        running_max: largest element of each block so far, likewise.
+        scale: where the float32 scales go.
+        zero_point: where the int32 zero points go; None for float formats.
+        minval: where the float32 minvals go; None for float formats.
+        block_size: shape of one block; divides the shape of ``x``.
+        grid: the codes.
+        scheme: as in ``choose_qparams``.
+        scale_dtype: as in ``choose_qparams``.
+        averaging_constant: weight ``c`` of this tensor in ``running = c * new + (1 - c) * running``; None keeps the
+            extremes of all tensors.
+        restart: forget the running range and take this tensor's.
+        quantize: False observes only.
+
+    Returns:
+        The fake-quantized tensor with its straight-through gradient, or ``x`` itself.
+
+    Raises:
+        ValueError: as ``min_max`` and ``choose_qparams``, or a running range of another shape or dtype.
+    """
+    low, high = min_max(x, block_size)
+    check_running(low.shape, x.dtype, running_min, running_max)
+    low = torch.minimum(low, torch.zeros_like(low))
+    high = torch.maximum(high, torch.zeros_like(high))
+    if not restart and averaging_constant is None:
+        low, high = torch.minimum(running_min, low), torch.maximum(running_max, high)
+    elif not restart and averaging_constant is not None:
+        low = averaging_constant * low + (1 - averaging_constant) * running_min
+        high = averaging_constant * high + (1 - averaging_constant) * running_max
+    made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
+    with torch.no_grad():
+        for kept, new in zip((running_min, running_max, scale, zero_point, minval), (low, high, *made), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+    if not quantize:
+        return x
+    return fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+
+
+def check_running(
+    counts: tuple[int, ...], dtype: torch.dtype, running_min: torch.Tensor, running_max: torch.Tensor
+) -> None:
+    """Raise ``ValueError`` when a running range has not one entry of the dtype per block."""
+    for name, running in (("running_min", running_min), ("running_max", running_max)):
+        if tuple(running.shape) != tuple(counts) or running.dtype != dtype:
+            raise ValueError(
+                f"{name} has shape {tuple(running.shape)} and dtype {running.dtype}, but the tensor's blocks need "
+                f"shape {tuple(counts)} and dtype {dtype}. Reset the observer before it sees tensors of another shape "
+                "or dtype."
+            )

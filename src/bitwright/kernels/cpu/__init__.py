@@ -1,0 +1,1 @@
+"""The fused CPU kernels. Importing this package imports Numba."""

@@ -1,0 +1,164 @@
+"""The formulas of ``kernels.reference`` for sixteen elements, and for the parameters of one block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .compiling import inlined
+from .lanes import (
+    Lanes,
+    Scalar,
+    as_bits,
+    as_float,
+    float_from_bits,
+    float_to_bits,
+    load_bf16,
+    load_f16,
+    load_f32,
+    maximum,
+    rint,
+    round_to_bf16,
+    round_to_f16,
+    select,
+    splat_int,
+    store_bf16,
+    store_f16,
+    store_f32,
+    with_sign,
+)
+
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "choose",
+    "code_of_float",
+    "code_of_integer",
+    "load",
+    "order_key",
+    "round_to",
+    "store",
+    "value_of_key",
+]
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+_EPS = np.float32(np.finfo(np.float32).eps)
+_INFINITY_KEY = 0x7F800000
+_INT32_MIN = -(1 << 31)
+
+
+@inlined
+def load(address: int, dtype: int) -> Lanes:
+    """Sixteen elements as float32."""
+    if dtype == FLOAT32:
+        return load_f32(address)
+    if dtype == BFLOAT16:
+        return load_bf16(address)
+    return load_f16(address)
+
+
+@inlined
+def store(address: int, values: Lanes, dtype: int) -> None:
+    """Round sixteen elements to the dtype and write them."""
+    if dtype == FLOAT32:
+        store_f32(address, values)
+    elif dtype == BFLOAT16:
+        store_bf16(address, values)
+    else:
+        store_f16(address, values)
+
+
+@inlined
+def code_of_integer(values: Lanes, step: Lanes, offset: Lanes, origin: Lanes) -> Lanes:
+    """``round((x - f) / s) + o``, not clamped."""
+    return rint((values - origin) / step) + offset
+
+
+@inlined
+def clamp(values: Lanes, low: Lanes, high: Lanes) -> Lanes:
+    """Clamp; NaN stays NaN."""
+    above = select(values < low, low, values)
+    return select(high < above, high, above)
+
+
+@inlined
+def code_of_float(values: Lanes, smallest_exponent: int, anchor: int) -> Lanes:
+    """Round clamped values to a float format.
+
+    Adding and subtracting ``2**23`` steps of the format leaves a multiple of one step, ties to even. The step follows
+    from the element's exponent field, which is at least that of the smallest normal number.
+
+    Args:
+        values: float32 lanes inside the format's range, or NaN.
+        smallest_exponent: exponent field of the smallest normal number, in place in a float32.
+        anchor: ``23 - mantissa_bits`` in the place of the exponent field.
+    """
+    bits = as_bits(values)
+    magnitude = as_float(bits & splat_int(np.int32(0x7FFFFFFF)))
+    exponent = maximum(bits & splat_int(np.int32(0x7F800000)), splat_int(np.int32(smallest_exponent)))
+    steps = as_float(exponent + splat_int(np.int32(anchor)))
+    return with_sign((magnitude + steps) - steps, values)
+
+
+@inlined
+def order_key(values: Lanes) -> Lanes:
+    """Integers in the order of the floats: NaN of either sign beyond the infinities, -0 below +0."""
+    bits = as_bits(values)
+    return bits ^ ((bits >> splat_int(np.int32(31))) & splat_int(np.int32(0x7FFFFFFF)))
+
+
+@inlined
+def value_of_key(key: Scalar) -> Scalar:
+    """The float that a key stands for."""
+    return float_from_bits(np.int32(key ^ ((key >> 31) & 0x7FFFFFFF)))
+
+
+@inlined
+def has_nan(low_key: Scalar, high_key: Scalar) -> Scalar:
+    """Whether the range of keys contains a NaN."""
+    return high_key > _INFINITY_KEY or low_key < ~_INFINITY_KEY
+
+
+@inlined
+def round_to(value: Scalar, dtype: int) -> Scalar:
+    """The float32 nearest in the dtype."""
+    if dtype == BFLOAT16:
+        return round_to_bf16(np.float32(value))
+    if dtype == FLOAT16:
+        return round_to_f16(np.float32(value))
+    return np.float32(value)
+
+
+@inlined
+def choose(
+    low: Scalar, high: Scalar, dtype: int, scheme: int, quant_min: Scalar, quant_max: Scalar
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Scale, zero point and minval of one block; see ``reference.choose_qparams``.
+
+    Args:
+        low: smallest element, as float32.
+        high: largest element, as float32.
+        dtype: dtype of the range, to which every result is rounded.
+        scheme: 0 symmetric, 1 asymmetric, 2 + P for a power-of-two scale with largest element exponent P.
+        quant_min: smallest code.
+        quant_max: largest code.
+    """
+    zero = np.float32(0)
+    low = zero if low >= zero else np.float32(low)
+    high = zero if high <= zero else np.float32(high)
+    if scheme == 1:
+        scale = round_to(round_to(high - low, dtype) / np.float32(quant_max - quant_min), dtype)
+        scale = _EPS if scale < _EPS else scale
+        point = np.rint(round_to(low / scale, dtype))
+        point = round_to(np.float32(quant_min) - point, dtype)
+        if np.isnan(point):
+            return scale, np.int32(_INT32_MIN), low
+        point = min(max(point, np.float32(quant_min)), np.float32(quant_max))
+        return scale, np.int32(point), low
+    max_abs = -low if (-low > high or np.isnan(low)) else high
+    if scheme >= 2:
+        field = ((float_to_bits(max_abs) >> 23) & 0xFF) - (scheme - 2)
+        return float_from_bits(np.int32(max(field, 1) << 23)), np.int32(0), zero
+    scale = round_to(max_abs / np.float32((quant_max - quant_min) / 2), dtype)
+    scale = _EPS if scale < _EPS else scale
+    return scale, np.int32((quant_max + quant_min + 1) / 2), -max_abs

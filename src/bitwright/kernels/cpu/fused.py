@@ -1,0 +1,367 @@
+"""The CPU kernels: one pass over memory, all cores, the numbers of ``kernels.reference`` bit for bit.
+
+Callers have checked with ``kernels.dispatch`` that the tensor is a plain strided one of a dtype in ``native.DTYPES``
+with at least one element.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from bitwright.kernels.grid import Grid
+from bitwright.kernels.reference import check_running
+
+from .layout import Layout, layout_of
+from .loops import CODES, FAKE, VALUES, accumulate, map_part, mask_part
+from .native import DTYPES, NativeGrid, native_grid, scheme_code
+from .ranges import choose_part, finish, join, observe_rows
+from .threads import run_parts, thread_count
+
+__all__ = ["choose_qparams", "dequantize", "fake_quantize", "min_max", "observe_and_fake_quantize", "quantize"]
+
+Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+# Below this number of elements, handing work to another thread costs more than it saves.
+GRAIN = 1 << 16
+
+
+def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The tensor without holes (copied if it has any), and its dimensions in the order of memory."""
+    if x.is_contiguous():
+        return x, None
+    strides = x.stride()
+    order = tuple(sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim)))
+    if x.permute(order).is_contiguous():
+        return x, order
+    return x.contiguous(), None
+
+
+def _parts(layout: Layout) -> int:
+    return 1 if layout.numel < 2 * GRAIN else min(thread_count(), layout.numel // GRAIN)
+
+
+def _units(layout: Layout) -> int:
+    """Units of work that ``map_part`` divides: vectors in flat layouts, else rows."""
+    return -(-layout.numel // 16) if layout.flat else layout.rows
+
+
+class _Prepared(NamedTuple):
+    """Parameters of the blocks in the form that the loops read; the tensors own the memory."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    minval: torch.Tensor | None
+    layout: Layout
+    grid: NativeGrid
+
+
+def _prepare(
+    x: torch.Tensor,
+    order: tuple[int, ...] | None,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> _Prepared:
+    native = native_grid(grid)
+    layout = layout_of(x.shape, order, block_size)
+    blocks = scale.numel()
+    if blocks != layout.blocks:
+        if blocks != 1:
+            raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {layout.counts}.")
+        layout = layout_of(x.shape, order, tuple(x.shape))
+    scale = _plain(scale, torch.float32)
+    if not native.integer:
+        return _Prepared(scale, None, None, layout, native)
+    if native.minval:
+        if minval is None:
+            raise ValueError("The 'minval' formulation needs minval, got None.")
+        return _Prepared(scale, None, _plain(minval, torch.float32), layout, native)
+    return _Prepared(scale, None if zero_point is None else _plain(zero_point, torch.int32), None, layout, native)
+
+
+def _plain(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if parameter.dtype == dtype and parameter.is_contiguous():
+        return parameter
+    return parameter.detach().to(dtype).contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _map(op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, given: _Prepared) -> None:
+    """Run ``map_part`` over all cores."""
+    layout = given.layout
+    arguments = (
+        op, x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), DTYPES[y.dtype], _address(mask), given.scale.data_ptr(),
+        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address,
+    )  # fmt: skip
+    parts = _parts(layout)
+    if parts == 1:
+        map_part(*arguments, 0, _units(layout))
+    else:
+        run_parts(map_part, arguments, _units(layout), parts, (x, y, mask, given))
+
+
+def _new_mask(layout: Layout) -> torch.Tensor:
+    return torch.empty(2 * layout.words, dtype=torch.uint8)
+
+
+def _mask_length(layout: Layout) -> int:
+    """Elements after which the mask starts a new word."""
+    return layout.numel if layout.flat or layout.length % 16 == 0 else layout.length
+
+
+def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Multiply a gradient that lies in the mask's order of memory."""
+    out = torch.empty_like(gradient)
+    arguments = (
+        gradient.data_ptr(), words.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout),
+    )  # fmt: skip
+    run_parts(mask_part, arguments, layout.words, _parts(layout), (gradient, words, out))
+    return out
+
+
+def _unpack_mask(words: torch.Tensor, like: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The mask as numbers 0 and 1 in the dtype and strides of ``like``."""
+    return _apply_mask(torch.ones_like(like), words, layout)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Runs a prepared forward; its backward multiplies by the saved bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Any, layout: Layout) -> torch.Tensor:
+        mask = _new_mask(layout)
+        y: torch.Tensor = forward(mask)
+        ctx.save_for_backward(mask)
+        ctx.layout = layout
+        ctx.strides = y.stride()
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        (mask,) = ctx.saved_tensors
+        if grad.stride() != ctx.strides:
+            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype).copy_(grad)
+        if torch.is_grad_enabled():
+            return grad * _unpack_mask(mask, grad.detach(), ctx.layout), None, None
+        return _apply_mask(grad, mask, ctx.layout), None, None
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """``reference.fake_quantize``."""
+    dense, order = _dense(x)
+    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
+
+    def forward(mask: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_like(dense)
+        _map(FAKE, dense, y, mask, given)
+        return y
+
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _StraightThrough.apply(x, forward, given.layout)  # type: ignore[no-untyped-call]
+        return result
+    return forward(None)
+
+
+def quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """``reference.quantize``, without gradient."""
+    dense, order = _dense(x)
+    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
+    codes = torch.empty_like(dense, dtype=torch.float32)
+    _map(CODES, dense, codes, None, given)
+    return codes
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``reference.dequantize``, without gradient."""
+    dense, order = _dense(codes.to(torch.float32))
+    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
+    values = torch.empty_like(dense, dtype=output_dtype)
+    _map(VALUES, dense, values, None, given)
+    return values
+
+
+def _accumulate(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
+    """Order keys of the blocks' extremes, shape (2, parts, blocks), and the number of parts."""
+    parts = min(_parts(layout), layout.rows)
+    shared = parts == 1 or layout.disjoint >= parts
+    keys = torch.empty((2, 1 if shared else parts, layout.blocks), dtype=torch.int32)
+    keys[0].fill_((1 << 31) - 1)
+    keys[1].fill_(-(1 << 31))
+    arguments = (x.data_ptr(), DTYPES[x.dtype], layout.address)
+    if shared:
+        group = layout.rows // layout.disjoint
+        lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
+
+        def groups(begin: int, end: int) -> None:
+            accumulate(*arguments, lows, highs, begin * group, end * group)
+
+        run_parts(groups, (), layout.disjoint, parts, (x, keys))
+    else:
+
+        def separate(begin: int, end: int) -> None:
+            for part in range(begin, end):
+                accumulate(
+                    *arguments, keys[0, part].data_ptr(), keys[1, part].data_ptr(),
+                    layout.rows * part // parts, layout.rows * (part + 1) // parts,
+                )  # fmt: skip
+
+        run_parts(separate, (), parts, parts, (x, keys))
+    return keys, keys.shape[1]
+
+
+def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.min_max``."""
+    dense, order = _dense(x.detach())
+    layout = layout_of(dense.shape, order, block_size)
+    keys, parts = _accumulate(dense, layout)
+    join(keys[0].data_ptr(), keys[1].data_ptr(), parts, layout.blocks)
+    low, high = keys[:, 0].view(torch.float32).view(2, *layout.counts).unbind(0)
+    return low.to(x.dtype), high.to(x.dtype)
+
+
+def _new_parameters(counts: tuple[int, ...], integer: bool) -> Parameters:
+    scale = torch.empty(counts)
+    if not integer:
+        return scale, None, None
+    return scale, torch.empty(counts, dtype=torch.int32), torch.empty(counts)
+
+
+def choose_qparams(
+    min_val: torch.Tensor,
+    max_val: torch.Tensor,
+    *,
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> Parameters:
+    """``reference.choose_qparams``; the caller has checked the scheme."""
+    native = native_grid(grid)
+    low, high = _plain(min_val, torch.float32), _plain(max_val, torch.float32)
+    made = _new_parameters(tuple(min_val.shape), native.integer)
+    scale, zero_point, minval = made
+    arguments = (
+        low.data_ptr(), high.data_ptr(), DTYPES[min_val.dtype], scheme_code(grid, scheme, scale_dtype), native.address,
+        scale.data_ptr(), _address(zero_point), _address(minval),
+    )  # fmt: skip
+    blocks = scale.numel()
+    parts = 1 if blocks < GRAIN else thread_count()
+    run_parts(choose_part, arguments, blocks, parts, (low, high, made))
+    return made
+
+
+def observe_and_fake_quantize(
+    x: torch.Tensor,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``reference.observe_and_fake_quantize``; the caller has checked the scheme."""
+    dense, order = _dense(x)
+    layout = layout_of(dense.shape, order, block_size)
+    native = native_grid(grid)
+    made = _new_parameters(layout.counts, native.integer)
+    code = scheme_code(grid, scheme, scale_dtype)
+
+    def forward(mask: torch.Tensor | None) -> torch.Tensor:
+        return _observe(dense, mask, layout, native, code, made)
+
+    if x.requires_grad and torch.is_grad_enabled():
+        y: torch.Tensor = _StraightThrough.apply(x, forward, layout)  # type: ignore[no-untyped-call]
+    else:
+        y = forward(None)
+    return y, *made
+
+
+def _observe(
+    x: torch.Tensor, mask: torch.Tensor | None, layout: Layout, grid: NativeGrid, scheme: int, made: Parameters
+) -> torch.Tensor:
+    y = torch.empty_like(x)
+    scale, zero_point, minval = made
+    dtype = DTYPES[x.dtype]
+    outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
+    parts = _parts(layout)
+    if layout.rowwise and not layout.flat and (parts == 1 or layout.rows >= parts):
+        arguments = (
+            x.data_ptr(), dtype, y.data_ptr(), _address(mask), scheme, *outputs, layout.address, grid.address,
+        )  # fmt: skip
+        run_parts(observe_rows, arguments, layout.rows, parts, (x, y, mask, made))
+    else:
+        keys, joined = _accumulate(x, layout)
+        finish(
+            keys[0].data_ptr(), keys[1].data_ptr(), joined, layout.blocks, dtype, 0, 0.0, 0, 0, scheme,
+            grid.address, *outputs,
+        )  # fmt: skip
+        point, origin = (None, minval) if grid.minval else (zero_point, None)
+        _map(FAKE, x, y, mask, _Prepared(scale, point, origin, layout, grid))
+    return y
+
+
+def observe_running_and_fake_quantize(
+    x: torch.Tensor,
+    running_min: torch.Tensor,
+    running_max: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+    averaging_constant: float | None = None,
+    restart: bool = False,
+    quantize: bool = True,
+) -> torch.Tensor:
+    """``reference.observe_running_and_fake_quantize``; the caller has checked scheme, devices and contiguity."""
+    dense, order = _dense(x)
+    layout = layout_of(dense.shape, order, block_size)
+    check_running(layout.counts, x.dtype, running_min, running_max)
+    native = native_grid(grid)
+    keys, parts = _accumulate(dense, layout)
+    mode = 0 if restart else 2 if averaging_constant is None else 1
+    finish(
+        keys.data_ptr(), keys.data_ptr() + 4 * parts * layout.blocks, parts, layout.blocks, DTYPES[x.dtype],
+        mode, averaging_constant or 0.0, running_min.data_ptr(), running_max.data_ptr(),
+        scheme_code(grid, scheme, scale_dtype), native.address,
+        scale.data_ptr(), _address(zero_point), _address(minval),
+    )  # fmt: skip
+    if not quantize:
+        return x
+    return fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)

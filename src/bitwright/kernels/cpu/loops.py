@@ -1,0 +1,343 @@
+"""The loops over a tensor's rows.
+
+Every function takes addresses, the layout's table (``layout.Layout``), and the part of the work to do, so that parts
+can run at the same time. Rows that are too short for vectors are walked in flat vectors of sixteen elements, for which
+the parameters are first spread out, a tile at a time. The last few elements of a row pass through a buffer of a whole
+vector.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arithmetic import clamp, code_of_float, code_of_integer, load, order_key, store
+from .compiling import compiled, inlined
+from .lanes import (
+    LANES,
+    Lanes,
+    Scalar,
+    from_mask,
+    keep_first,
+    load_f32,
+    load_i32,
+    load_mask,
+    maximum,
+    minimum,
+    peek_f32,
+    peek_i16,
+    peek_i32,
+    peek_i64,
+    poke_i16,
+    poke_i32,
+    reduce_max,
+    reduce_min,
+    splat,
+    splat_int,
+    store_i32,
+    store_mask,
+    to_float,
+)
+
+__all__ = [
+    "CODES",
+    "FAKE",
+    "HIGHEST",
+    "LOWEST",
+    "VALUES",
+    "accumulate",
+    "element_bytes",
+    "map_part",
+    "map_rows",
+    "mask_part",
+    "range_of_row",
+]
+
+FAKE, CODES, VALUES = 0, 1, 2
+HIGHEST, LOWEST = (1 << 31) - 1, -(1 << 31)
+_TILE = 32 * LANES
+_VECTOR = 4 * LANES
+
+
+@inlined
+def block_of_row(table: int, row: int) -> Scalar:
+    """First block of a row: the row's index in mixed radix, times the strides."""
+    outer = peek_i64(table + 32)
+    if outer == 0:
+        return 0
+    sizes = table + 40
+    strides = sizes + 8 * outer
+    block = 0
+    for place in range(outer - 1, 0, -1):
+        size = peek_i64(sizes + 8 * place)
+        quotient = row // size
+        block += (row - quotient * size) * peek_i64(strides + 8 * place)
+        row = quotient
+    return block + row * peek_i64(strides)
+
+
+@inlined
+def element_bytes(dtype: int) -> int:
+    """Bytes of one element."""
+    return 4 if dtype == 0 else 2
+
+
+@inlined
+def copy(source: int, target: int, size: int) -> None:
+    """Copy an even number of bytes."""
+    for place in range(0, size, 2):
+        poke_i16(target + place, peek_i16(source + place))
+
+
+@inlined
+def staged(source: int, buffer: int, size: int, whole: int) -> int:
+    """Where a whole vector can be read: ``source``, or the buffer with the last ``size`` bytes copied into it."""
+    if whole:
+        return source
+    copy(source, buffer, size)
+    return buffer
+
+
+@inlined
+def step(
+    op: int,
+    x: int,
+    in_dtype: int,
+    y: int,
+    out_dtype: int,
+    mask: int,
+    scale: Lanes,
+    offset: Lanes,
+    origin: Lanes,
+    grid: int,
+) -> None:
+    """Map sixteen elements; ``mask`` is where their bits go, or 0."""
+    integer = peek_i32(grid)
+    codes = load(x, in_dtype)
+    if op != VALUES:
+        low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
+        unclamped = code_of_integer(codes, scale, offset, origin) if integer else codes / scale
+        if mask != 0:
+            store_mask(mask, (low <= unclamped) & (unclamped <= high))
+        codes = clamp(unclamped, low, high)
+        if not integer:
+            codes = code_of_float(codes, peek_i32(grid + 16), peek_i32(grid + 20))
+    if op != CODES:
+        codes = (codes - offset) * scale + origin if integer else codes * scale
+    store(y, codes, out_dtype)
+
+
+@inlined
+def map_rows(
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int, buffer: int,
+) -> None:  # fmt: skip
+    """Map rows ``begin`` to ``end``; ``buffer`` has room for five vectors."""
+    length, per_element = peek_i64(table + 8), peek_i64(table + 16)
+    words = (length + LANES - 1) // LANES
+    in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
+    nothing = splat(np.float32(0))
+    fixed = splat(peek_f32(grid + 8)) if origins != 0 else nothing
+    for row in range(begin, end):
+        block = 4 * block_of_row(table, row)
+        scale, offset, origin = splat(peek_f32(scales + block)), fixed, nothing
+        if points != 0:
+            offset = splat(np.float32(peek_i32(points + block)))
+        if origins != 0:
+            origin = splat(peek_f32(origins + block))
+        for word in range(words):
+            first = word * LANES
+            count = length - first
+            whole = count >= LANES
+            if per_element != 0:
+                here = block + 4 * first
+                scale = load_f32(staged(scales + here, buffer + 2 * _VECTOR, 4 * count, whole))
+                if points != 0:
+                    offset = to_float(load_i32(staged(points + here, buffer + 3 * _VECTOR, 4 * count, whole)))
+                if origins != 0:
+                    origin = load_f32(staged(origins + here, buffer + 4 * _VECTOR, 4 * count, whole))
+            at = row * length + first
+            source = staged(x + at * in_bytes, buffer, count * in_bytes, whole)
+            target = y + at * out_bytes if whole else buffer + _VECTOR
+            bits = mask + 2 * (row * words + word) if mask != 0 else 0
+            step(op, source, in_dtype, target, out_dtype, bits, scale, offset, origin, grid)
+            if not whole:
+                copy(target, y + at * out_bytes, count * out_bytes)
+
+
+@inlined
+def spread(table: int, source: int, target: int, first: int, count: int) -> None:
+    """Copy the 4-byte parameter of each of ``count`` elements from ``first`` on to ``target``."""
+    length, per_element = peek_i64(table + 8), peek_i64(table + 16)
+    row = first // length
+    inside = first - row * length
+    done = 0
+    while done < count:
+        block = source + 4 * block_of_row(table, row)
+        until = min(count, done + length - inside)
+        if per_element != 0:
+            copy(block + 4 * inside, target + 4 * done, 4 * (until - done))
+        else:
+            # Whole vectors: what they write too far belongs to the next row or lies beyond the tile.
+            value = splat_int(peek_i32(block))
+            for place in range(done, until, LANES):
+                store_i32(target + 4 * place, value)
+        done = until
+        inside = 0
+        row += 1
+
+
+@inlined
+def map_flat(
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int, buffer: int,
+) -> None:  # fmt: skip
+    """Map the vectors ``begin`` to ``end`` of the flat tensor; ``buffer`` has room for two vectors."""
+    last = min(peek_i64(table) * peek_i64(table + 8), end * LANES)
+    in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
+    nothing = splat(np.float32(0))
+    fixed = splat(peek_f32(grid + 8)) if origins != 0 else nothing
+    tile = np.empty((3, _TILE + LANES), np.float32)
+    tile_scales = tile.ctypes.data
+    tile_points = tile_scales + 4 * (_TILE + LANES)
+    tile_origins = tile_points + 4 * (_TILE + LANES)
+    for start in range(begin * LANES, last, _TILE):
+        size = min(_TILE, last - start)
+        spread(table, scales, tile_scales, start, size)
+        if points != 0:
+            spread(table, points, tile_points, start, size)
+        if origins != 0:
+            spread(table, origins, tile_origins, start, size)
+        for inside in range(0, size, LANES):
+            scale = load_f32(tile_scales + 4 * inside)
+            offset = to_float(load_i32(tile_points + 4 * inside)) if points != 0 else fixed
+            origin = load_f32(tile_origins + 4 * inside) if origins != 0 else nothing
+            at = start + inside
+            count = size - inside
+            whole = count >= LANES
+            source = staged(x + at * in_bytes, buffer, count * in_bytes, whole)
+            target = y + at * out_bytes if whole else buffer + _VECTOR
+            bits = mask + at // 8 if mask != 0 else 0
+            step(op, source, in_dtype, target, out_dtype, bits, scale, offset, origin, grid)
+            if not whole:
+                copy(target, y + at * out_bytes, count * out_bytes)
+
+
+@compiled
+def map_part(
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Fake-quantize, quantize or dequantize a part of a tensor.
+
+    Args:
+        op: ``FAKE``, ``CODES`` or ``VALUES``.
+        x: address of the input.
+        in_dtype: its dtype.
+        y: address of the output.
+        out_dtype: its dtype.
+        mask: address of the mask of one bit per element, or 0.
+        scales: address of the float32 scales.
+        points: address of the int32 zero points, or 0 for none.
+        origins: address of the float32 minvals, or 0 for the formulation with zero points.
+        table: address of the layout's table.
+        grid: address of the grid's words.
+        begin: first row, or first vector where the layout is flat.
+        end: the row or vector after the last.
+    """
+    buffer = np.empty((5, LANES), np.float32)
+    room = buffer.ctypes.data
+    if peek_i64(table + 24) != 0:
+        map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+    else:
+        map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+
+
+@compiled
+def mask_part(gradient: int, mask: int, out: int, dtype: int, length: int, begin: int, end: int) -> None:
+    """Multiply by the mask: the gradient of a fake quantizer.
+
+    Args:
+        gradient: address of the incoming gradient.
+        mask: address of the bits that ``map_part`` wrote.
+        out: address of the outgoing gradient.
+        dtype: dtype of both gradients.
+        length: elements after which the mask starts a new word.
+        begin: first word.
+        end: the word after the last.
+    """
+    words = (length + LANES - 1) // LANES
+    size = element_bytes(dtype)
+    row = begin // words
+    first = (begin - row * words) * LANES
+    buffer = np.empty((2, LANES), np.float32)
+    room = buffer.ctypes.data
+    for word in range(begin, end):
+        at = size * (row * length + first)
+        count = length - first
+        whole = count >= LANES
+        source = staged(gradient + at, room, size * count, whole)
+        target = out + at if whole else room + _VECTOR
+        store(target, load(source, dtype) * from_mask(load_mask(mask + 2 * word)), dtype)
+        if not whole:
+            copy(target, out + at, size * count)
+        first += LANES
+        if first >= length:
+            first = 0
+            row += 1
+
+
+@inlined
+def range_of_row(x: int, dtype: int, length: int, buffer: int) -> tuple[Scalar, Scalar]:
+    """Smallest and largest order key of ``length`` elements; ``buffer`` has room for a vector."""
+    low, high = splat_int(np.int32(HIGHEST)), splat_int(np.int32(LOWEST))
+    size = element_bytes(dtype)
+    last = length - length % LANES
+    for first in range(0, last, LANES):
+        keys = order_key(load(x + size * first, dtype))
+        low, high = minimum(low, keys), maximum(high, keys)
+    if last < length:
+        copy(x + size * last, buffer, size * (length - last))
+        keys = order_key(load(buffer, dtype))
+        low = minimum(low, keep_first(keys, low, length - last))
+        high = maximum(high, keep_first(keys, high, length - last))
+    return reduce_min(low), reduce_max(high)
+
+
+@compiled
+def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
+    """Widen the ranges of the blocks by the rows ``begin`` to ``end``.
+
+    Args:
+        x: address of the tensor.
+        dtype: its dtype.
+        table: address of the layout's table.
+        lows: address of the int32 order keys of the smallest elements so far.
+        highs: address of those of the largest.
+        begin: first row.
+        end: the row after the last.
+    """
+    length, per_element = peek_i64(table + 8), peek_i64(table + 16)
+    size = element_bytes(dtype)
+    buffer = np.empty(LANES, np.float32)
+    room = buffer.ctypes.data
+    whole = length - length % LANES
+    for row in range(begin, end):
+        block = 4 * block_of_row(table, row)
+        at = x + size * row * length
+        if per_element == 0:
+            low, high = range_of_row(at, dtype, length, room)
+            poke_i32(lows + block, min(peek_i32(lows + block), low))
+            poke_i32(highs + block, max(peek_i32(highs + block), high))
+            continue
+        for first in range(0, whole, LANES):
+            keys = order_key(load(at + size * first, dtype))
+            here = block + 4 * first
+            store_i32(lows + here, minimum(load_i32(lows + here), keys))
+            store_i32(highs + here, maximum(load_i32(highs + here), keys))
+        if whole < length:
+            copy(at + size * whole, room, size * (length - whole))
+            store_i32(room, order_key(load(room, dtype)))
+            for place in range(length - whole):
+                key, here = peek_i32(room + 4 * place), block + 4 * (whole + place)
+                poke_i32(lows + here, min(peek_i32(lows + here), key))
+                poke_i32(highs + here, max(peek_i32(highs + here), key))

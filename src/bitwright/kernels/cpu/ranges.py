@@ -1,0 +1,225 @@
+"""From ranges to parameters, and the loops that observe and quantize in one pass.
+
+Ranges travel as order keys (``arithmetic.order_key``) while they are widened, and as float32 in the same memory after
+``join``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arithmetic import BFLOAT16, FLOAT32, choose, has_nan, round_to, value_of_key
+from .compiling import compiled, inlined
+from .lanes import (
+    LANES,
+    Scalar,
+    f16_of_float,
+    float_from_bits,
+    float_of_f16,
+    float_to_bits,
+    peek_f32,
+    peek_i16,
+    peek_i32,
+    peek_i64,
+    poke_f32,
+    poke_i16,
+    poke_i32,
+)
+from .loops import (
+    FAKE,
+    HIGHEST,
+    LOWEST,
+    element_bytes,
+    map_rows,
+    range_of_row,
+)
+
+__all__ = ["choose_part", "finish", "join", "observe_rows"]
+
+
+@inlined
+def range_of_keys(low_key: Scalar, high_key: Scalar) -> tuple[Scalar, Scalar]:
+    """The range as floats; a NaN makes both ends NaN."""
+    if has_nan(low_key, high_key):
+        return np.float32(np.nan), np.float32(np.nan)
+    return value_of_key(low_key), value_of_key(high_key)
+
+
+@inlined
+def join_parts(lows: int, highs: int, parts: int, blocks: int) -> None:
+    """Join the keys of several parts; the first part's memory then holds the ranges as float32.
+
+    Args:
+        lows: address of ``parts`` times ``blocks`` int32 keys of the smallest elements.
+        highs: address of those of the largest.
+        parts: number of parts.
+        blocks: number of blocks.
+    """
+    for block in range(blocks):
+        low, high = np.int32(HIGHEST), np.int32(LOWEST)
+        for part in range(parts):
+            at = 4 * (part * blocks + block)
+            low = min(low, peek_i32(lows + at))
+            high = max(high, peek_i32(highs + at))
+        first, last = range_of_keys(low, high)
+        poke_f32(lows + 4 * block, first)
+        poke_f32(highs + 4 * block, last)
+
+
+@inlined
+def get(address: int, dtype: int, place: int) -> Scalar:
+    """One element as float32."""
+    if dtype == FLOAT32:
+        return peek_f32(address + 4 * place)
+    bits = peek_i16(address + 2 * place)
+    if dtype == BFLOAT16:
+        return float_from_bits(np.int32(bits) << 16)
+    return float_of_f16(bits)
+
+
+@inlined
+def put(address: int, dtype: int, place: int, value: Scalar) -> None:
+    """Write one element that the dtype represents."""
+    if dtype == FLOAT32:
+        poke_f32(address + 4 * place, value)
+    elif dtype == BFLOAT16:
+        poke_i16(address + 2 * place, np.int16(float_to_bits(value) >> 16))
+    else:
+        poke_i16(address + 2 * place, f16_of_float(value))
+
+
+@inlined
+def blend(value: Scalar, running: Scalar, dtype: int, mode: int, constant: Scalar, sign: Scalar) -> Scalar:
+    """The new running value.
+
+    Args:
+        value: the value of this tensor.
+        running: the running value.
+        dtype: dtype of both, to which every operation rounds.
+        mode: 0 takes the value, 1 the moving average, 2 the smaller of ``sign * value`` and ``sign * running``.
+        constant: weight of the value in the average.
+        sign: 1 for minima, -1 for maxima.
+    """
+    if mode == 1:
+        new = round_to(value * np.float32(constant), dtype)
+        old = round_to(running * np.float32(1.0 - constant), dtype)
+        return round_to(new + old, dtype)
+    if mode == 2 and (np.isnan(running) or np.float32(sign) * running < np.float32(sign) * value):
+        return running
+    return np.float32(value)
+
+
+@inlined
+def track(
+    lows: int, highs: int, blocks: int, dtype: int, mode: int, constant: Scalar, running_lows: int, running_highs: int
+) -> None:
+    """Bring the running range up to date with float32 ranges, which become the running range.
+
+    Args:
+        lows: address of the smallest elements.
+        highs: address of the largest.
+        blocks: number of blocks.
+        dtype: dtype of the running range.
+        mode: see ``blend``.
+        constant: see ``blend``.
+        running_lows: address of the running minimum.
+        running_highs: address of the running maximum.
+    """
+    for block in range(blocks):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        low = np.float32(0) if low >= 0 else low
+        high = np.float32(0) if high <= 0 else high
+        low = blend(low, get(running_lows, dtype, block), dtype, mode, constant, 1.0)
+        high = blend(high, get(running_highs, dtype, block), dtype, mode, constant, -1.0)
+        put(running_lows, dtype, block, low)
+        put(running_highs, dtype, block, high)
+        poke_f32(lows + 4 * block, low)
+        poke_f32(highs + 4 * block, high)
+
+
+@inlined
+def choose_block(
+    low: Scalar, high: Scalar, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int, block: int
+) -> None:
+    """Choose the parameters of one block and write those that are wanted (address not 0)."""
+    quant_min, quant_max = peek_f32(grid + 8), peek_f32(grid + 12)
+    scale, point, origin = choose(low, high, dtype, scheme, quant_min, quant_max)
+    poke_f32(scales + 4 * block, scale)
+    if points != 0:
+        poke_i32(points + 4 * block, point)
+        poke_f32(origins + 4 * block, origin)
+
+
+@inlined
+def choose_blocks(
+    lows: int, highs: int, blocks: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int
+) -> None:
+    """Choose the parameters of blocks whose ranges are float32.
+
+    Args:
+        lows: address of the smallest elements.
+        highs: address of the largest.
+        blocks: number of blocks.
+        dtype: dtype in which to compute.
+        scheme: see ``arithmetic.choose``.
+        grid: address of the grid's table.
+        scales: where the float32 scales go.
+        points: where the int32 zero points go, or 0.
+        origins: where the float32 minvals go, or 0.
+    """
+    for block in range(blocks):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+
+
+@compiled
+def join(lows: int, highs: int, parts: int, blocks: int) -> None:
+    """``join_parts`` for Python."""
+    join_parts(lows, highs, parts, blocks)
+
+
+@compiled
+def choose_part(
+    lows: int, highs: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int,
+    begin: int, end: int,
+) -> None:  # fmt: skip
+    """``choose_blocks`` for Python, from block ``begin`` to ``end``."""
+    for block in range(begin, end):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+
+
+@compiled
+def finish(
+    lows: int, highs: int, parts: int, blocks: int, dtype: int, mode: int, constant: Scalar,
+    running_lows: int, running_highs: int, scheme: int, grid: int, scales: int, points: int, origins: int,
+) -> None:  # fmt: skip
+    """``join_parts``, ``track`` (unless ``running_lows`` is 0), ``choose_blocks``."""
+    join_parts(lows, highs, parts, blocks)
+    if running_lows != 0:
+        track(lows, highs, blocks, dtype, mode, constant, running_lows, running_highs)
+    choose_blocks(lows, highs, blocks, dtype, scheme, grid, scales, points, origins)
+
+
+@compiled
+def observe_rows(
+    x: int, dtype: int, y: int, mask: int, scheme: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Observe and fake-quantize the rows ``begin`` to ``end`` of a layout whose row ``r`` is block ``r``.
+
+    A row is read from memory once: when it is quantized it lies in the cache.
+    """
+    length = peek_i64(table + 8)
+    size = element_bytes(dtype)
+    minval = peek_i32(grid + 4)
+    buffer = np.empty((5, LANES), np.float32)
+    room = buffer.ctypes.data
+    for row in range(begin, end):
+        low_key, high_key = range_of_row(x + size * row * length, dtype, length, room)
+        low, high = range_of_keys(low_key, high_key)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, row)
+        map_rows(
+            FAKE, x, dtype, y, dtype, mask, scales, 0 if minval else points, origins if minval else 0,
+            table, grid, row, row + 1, room,
+        )  # fmt: skip

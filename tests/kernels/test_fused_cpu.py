@@ -1,0 +1,121 @@
+"""The fused CPU form gives the reference's numbers bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_comparing import assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_strategies import Case, cases
+
+from bitwright.kernels import reference
+
+fused = pytest.importorskip("bitwright.kernels.cpu.fused")
+more = settings(max_examples=300, deadline=None)
+
+
+@more
+@given(cases())
+def test_observe_and_fake_quantize(case: Case) -> None:
+    """Output, scale, zero point, minval and gradient are the reference's."""
+    results = []
+    for form in (reference, fused):
+        x = case.x.detach().requires_grad_()
+        y, *made = form.observe_and_fake_quantize(
+            x, block_size=case.block_size, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
+        )
+        y.backward(case.gradient)
+        assert y.dtype == x.dtype
+        results.append((y.detach(), x.grad, *made))
+    for place, (expected, mine) in enumerate(zip(*results, strict=True)):
+        assert_same(mine, expected, zero_sign=place < 2)
+
+
+@more
+@given(cases(), st.data())
+def test_given_parameters(case: Case, data: st.DataObject) -> None:
+    """Fake-quantize, quantize and dequantize with any parameters, also such as no observer would choose."""
+    low, high = reference.min_max(case.x, case.block_size)
+    scale, zero_point, minval = reference.choose_qparams(
+        low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
+    )
+    scale = scale * data.draw(st.sampled_from([1.0, 0.3, 0.0, -1.0, 1e30, float("nan"), float("inf")]))
+    if zero_point is not None and data.draw(st.booleans()):
+        zero_point = zero_point + torch.randint(-300, 300, zero_point.shape, dtype=torch.int32)
+    if data.draw(st.booleans()):
+        scale = scale.flatten()[:1]
+        zero_point = None if zero_point is None else zero_point.flatten()[:1]
+        minval = None if minval is None else minval.flatten()[:1]
+    made = (scale, zero_point, minval)
+    options = {"block_size": case.block_size, "grid": case.grid}
+    grads = []
+    for form in (reference, fused):
+        x = case.x.detach().requires_grad_()
+        y = form.fake_quantize(x, *made, **options)
+        y.backward(case.gradient)
+        grads.append((y.detach(), x.grad))
+    assert_same(grads[1][0], grads[0][0])
+    assert_same(grads[1][1], grads[0][1])
+    codes = reference.quantize(case.x, *made, **options)
+    assert_same(fused.quantize(case.x, *made, **options), codes)
+    for output in (torch.float32, case.x.dtype):
+        assert_same(
+            fused.dequantize(codes, *made, **options, output_dtype=output),
+            reference.dequantize(codes, *made, **options, output_dtype=output),
+        )
+
+
+@more
+@given(cases())
+def test_ranges_and_parameters(case: Case) -> None:
+    """Ranges and the parameters chosen from them are the reference's."""
+    expected, mine = reference.min_max(case.x, case.block_size), fused.min_max(case.x, case.block_size)
+    for a, b in zip(mine, expected, strict=True):
+        assert_same(a, b, zero_sign=False)
+    options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
+    for a, b in zip(
+        fused.choose_qparams(*expected, **options), reference.choose_qparams(*expected, **options), strict=True
+    ):
+        assert_same(a, b, zero_sign=False)
+
+
+@more
+@given(cases(), st.sampled_from([None, 0.01, 0.5, 0.3]), st.lists(st.booleans(), min_size=1, max_size=3))
+def test_running_range(case: Case, constant: float | None, restarts: list[bool]) -> None:
+    """A running range, what is chosen from it and the output are the reference's after every step."""
+    low, high = reference.min_max(case.x, case.block_size)
+    made = reference.choose_qparams(low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype)
+    states = [[t if t is None else torch.zeros(t.shape, dtype=t.dtype) for t in (low, high, *made)] for _ in range(2)]
+    x = case.x
+    for restart in [True, *restarts]:
+        outputs = [
+            form.observe_running_and_fake_quantize(
+                x, *state, block_size=case.block_size, grid=case.grid, scheme=case.scheme,
+                scale_dtype=case.scale_dtype, averaging_constant=constant, restart=restart,
+            )
+            for form, state in zip((reference, fused), states, strict=True)
+        ]  # fmt: skip
+        assert_same(outputs[1], outputs[0])
+        for a, b in zip(states[1], states[0], strict=True):
+            assert_same(a, b, zero_sign=False)
+        x = x.flip(0) * 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_half_precision_number(dtype: torch.dtype) -> None:
+    """All 65,536 bit patterns pass through load, arithmetic and store as in torch."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    from bitwright.kernels import Grid
+
+    grid = Grid(torch.float8_e5m2, -57344.0, 57344.0)
+    for scale in (1.0, 3e-5, 7e-39):
+        made = (torch.full((1,), scale), None, None)
+        options = {"block_size": (1 << 16,), "grid": grid}
+        assert_same(fused.fake_quantize(x, *made, **options), reference.fake_quantize(x, *made, **options))
+        assert_same(fused.quantize(x, *made, **options), reference.quantize(x, *made, **options))
+    values = torch.arange(-(1 << 31), 1 << 31, 65537 // 2 + 1, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    for output in (torch.bfloat16, torch.float16):
+        made = (torch.ones(1), None, None)
+        mine = fused.dequantize(values, *made, block_size=tuple(values.shape), grid=grid, output_dtype=output)
+        assert_same(mine, values.to(output))
