@@ -135,6 +135,7 @@ class Op:
         call: name of the call inside its module (``"add_1"``): how the runtime recognises it in eager mode.
         literals: arguments that are not tensors, by position and name, as far as planning needs them.
         handle: the front end's own object for this op (an ``fx.Node`` in graph mode).
+        aliases: further spellings of ``type`` that ``op_type_config`` may use.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Op:
     outputs: list[Value] = field(default_factory=list)
     literals: dict[str, Any] = field(default_factory=dict)
     handle: Any = None
+    aliases: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Op({self.name!r}, {self.type!r}, in={self.module_path!r})"
@@ -167,6 +169,7 @@ class ModuleCall:
         outputs: tensors among the flattened outputs.
         ops: every recorded call made directly in this module's forward, in order.
         children: paths of the modules called directly.
+        repeats: boundaries of the later calls, where the front end records them.
     """
 
     path: str
@@ -175,6 +178,7 @@ class ModuleCall:
     outputs: list[Value | None] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     children: list[str] = field(default_factory=list)
+    repeats: list[ModuleCall] = field(default_factory=list)
 
 
 @dataclass(eq=False, repr=False, slots=True)

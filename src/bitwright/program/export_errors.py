@@ -1,0 +1,48 @@
+"""What to tell a user whose model ``torch.export`` cannot capture."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from types import TracebackType
+
+import torch
+
+__all__ = ["export_failure"]
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+
+_HINTS = """Debugging hints:
+  1. Eager mode needs no export: set execution_mode="eager" in the QuantizerConfig. It allows branches on data.
+  2. Run torch.export.export(model, example_inputs) by itself; torch.export.draft_export lists all problems at once.
+  3. Replace branches on tensor values by torch.where or torch.cond, .item() by tensor arithmetic, numpy by torch.
+  4. To let a batch size or a length vary, pass dynamic_shapes. If a dimension was declared dynamic but the model fixes
+     it, remove it from dynamic_shapes."""
+
+
+def export_failure(error: BaseException) -> RuntimeError:
+    """Return the error to raise in place of ``error``: its cause, the line of the user's model, and what to do."""
+    cause = _first_lines(str(error)) or "no message"
+    where = _user_line(error.__traceback__)
+    place = f"\nIn your model:\n{where}" if where else ""
+    return RuntimeError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
+
+
+def _first_lines(message: str, limit: int = 6) -> str:
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    return "\n".join(lines[:limit])
+
+
+def _user_line(trace: TracebackType | None) -> str:
+    """Return the innermost line outside torch and this package, as a traceback prints it."""
+    frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line or ""}'
+
+
+def _is_users(filename: str) -> bool:
+    generated = filename.startswith("<") and "eval_with_key" not in filename
+    return not (generated or filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)) or "contextlib" in filename)

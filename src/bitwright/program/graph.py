@@ -1,0 +1,99 @@
+"""Graph front end: ``torch.export`` in, a graph module that owns nothing of the user's, and its program out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .export_errors import export_failure
+from .graph_module import TracedGraphModule
+from .graph_program import build_program
+from .model import Program
+from .unlift import unlift
+
+__all__ = ["capture_graph"]
+
+
+def capture_graph(
+    model: nn.Module,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    no_grad: bool = True,
+    boundaries: Sequence[str] = (),
+) -> tuple[TracedGraphModule, Program]:
+    """Capture ``model`` with ``torch.export`` in the mode (training or eval) that it is in.
+
+    Args:
+        model: the model; it is not changed. The graph module refers to its parameters and buffers.
+        example_inputs: positional inputs.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as ``torch.export.export`` takes it.
+        no_grad: capture with gradients disabled, which is what ``torch.is_grad_enabled()`` then says to the model.
+        boundaries: paths of modules whose inputs and outputs the program shall record, besides the root.
+
+    Returns:
+        The graph module, and the program; an op's ``handle`` is its node in that module's graph.
+
+    Raises:
+        RuntimeError: the model cannot be exported; says why, in which line of the model, and what to do.
+    """
+    exported = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
+    module = unlift(exported, model)
+    return module, build_program(module, model, exported.module_call_graph)
+
+
+def _export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    no_grad: bool,
+    boundaries: Sequence[str],
+) -> torch.export.ExportedProgram:
+    with contextlib.ExitStack() as stack:
+        if no_grad:
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(_without_fused_attention())
+        stack.enter_context(_quiet())
+        try:
+            return torch.export.export(
+                model,
+                tuple(args),
+                kwargs,
+                dynamic_shapes=dynamic_shapes,
+                preserve_module_call_signature=tuple(boundaries),
+            )
+        except Exception as error:
+            raise export_failure(error) from error
+
+
+@contextlib.contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """Keep ``nn.MultiheadAttention`` from the fused inference op, inside which nothing can be quantized."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what ``torch.export`` says about its own workings."""
+    logger = logging.getLogger("torch.export")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assigned during export.*")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,83 @@
+"""A ``GraphModule`` that switches between training and evaluation, and can be copied and pickled as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from .graph_record import GraphRecord, copy_graph
+from .input_check import InputCheck
+
+__all__ = ["TracedGraphModule", "as_traced"]
+
+# Set anew whenever the graph is; what refers to generated code is neither copied nor pickled.
+_REBUILT = ("_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "_tracer_cls")
+
+
+class TracedGraphModule(fx.GraphModule):
+    """The ops of an exported model in a module.
+
+    Unlike the ``GraphModule`` of ``torch.export`` it keeps every attribute when it is copied, can be pickled, and
+    follows ``train()`` and ``eval()``: ops that depend on the mode are submodules, so that switching costs what it
+    costs for any module. Inputs are checked against the shapes that the graph was captured for.
+
+    Args:
+        root: holds the parameters, buffers and submodules; its children and tensors are taken over.
+        graph: the ops.
+        check: the check of the inputs, None for none.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, check: InputCheck | None = None) -> None:
+        super().__init__(nn.Module(), fx.Graph(), TracedGraphModule.__name__)
+        self._modules.update(root._modules)
+        self._parameters.update(root._parameters)
+        self._buffers.update(root._buffers)
+        self._non_persistent_buffers_set |= root._non_persistent_buffers_set
+        self.training = root.training
+        self.graph = graph
+        self._input_check = check
+        if check is not None:
+            self.register_forward_pre_hook(check, with_kwargs=True)
+
+    @property
+    def input_check(self) -> InputCheck | None:
+        """What is known about the inputs; None where they are not checked."""
+        return self._input_check
+
+    @property
+    def _exported_training(self) -> bool:
+        # The name that torchao's PT2E gives to the mode of an exported module.
+        return self.training
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedGraphModule:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        for key, value in self.__dict__.items():
+            if key not in _REBUILT:
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+        twin.graph = copy_graph(self.graph)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
+        return _rebuild, (GraphRecord.of(self.graph), state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule:
+    module = TracedGraphModule.__new__(TracedGraphModule)
+    nn.Module.__init__(module)
+    module.__dict__.update(state)
+    module.graph = record.graph()
+    return module
+
+
+def as_traced(module: fx.GraphModule) -> TracedGraphModule:
+    """Return a plain ``GraphModule`` (the body of a control-flow op) as one that can be pickled."""
+    return module if isinstance(module, TracedGraphModule) else TracedGraphModule(module, module.graph)

@@ -1,0 +1,99 @@
+"""Check that a captured graph is called with the shapes that it was captured for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Dimension", "InputCheck", "InputShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One dimension of an input.
+
+    Attributes:
+        size: the only size that fits, None for a dynamic dimension.
+        symbol: dynamic dimensions with the same symbol must have the same size; empty where sizes are free.
+        minimum: smallest size of a dynamic dimension.
+        maximum: largest size, None for no limit.
+    """
+
+    size: int | None
+    symbol: str = ""
+    minimum: int = 0
+    maximum: int | None = None
+
+    def fits(self, size: int, seen: dict[str, int]) -> bool:
+        """Whether ``size`` is allowed, given the sizes that symbols had before."""
+        if self.size is not None:
+            return size == self.size
+        if size < self.minimum or (self.maximum is not None and size > self.maximum):
+            return False
+        return not self.symbol or seen.setdefault(self.symbol, size) == size
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return str(self.size)
+        limits = f"{self.minimum}..{'' if self.maximum is None else self.maximum}"
+        return f"{self.symbol or 'any'} ({limits})"
+
+
+@dataclass(frozen=True, slots=True)
+class InputShape:
+    """What is known about one input; ``dimensions`` is None where the input is no tensor."""
+
+    name: str
+    dimensions: tuple[Dimension, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class InputCheck:
+    """A forward pre-hook that refuses inputs of other shapes, which constants in the graph would not fit.
+
+    Attributes:
+        parameters: names of forward's arguments, in order.
+        shapes: one entry for each flattened input.
+    """
+
+    parameters: tuple[str, ...]
+    shapes: tuple[InputShape, ...]
+
+    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Check the arguments of a call of ``module``.
+
+        Raises:
+            ValueError: an input has another shape than the graph was captured for; names the input and both shapes.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if kwargs:
+            named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+            args = [named[name] for name in self.parameters if name in named]
+        leaves = tree_leaves(tuple(args))
+        if len(leaves) != len(self.shapes):
+            return  # the generated code reports another structure of the arguments
+        seen: dict[str, int] = {}
+        for leaf, expected in zip(leaves, self.shapes, strict=True):
+            if expected.dimensions is not None and isinstance(leaf, torch.Tensor):
+                _check(expected, tuple(leaf.shape), seen)
+
+
+def _check(expected: InputShape, shape: tuple[int, ...], seen: dict[str, int]) -> None:
+    dimensions = expected.dimensions
+    assert dimensions is not None
+    fits = len(shape) == len(dimensions) and all(
+        dimension.fits(size, seen) for dimension, size in zip(dimensions, shape, strict=True)
+    )
+    if not fits:
+        captured = ", ".join(map(str, dimensions))
+        raise ValueError(
+            f"Input {expected.name!r} has shape {shape}, but the graph was captured for ({captured}). Sizes of the "
+            "example inputs are fixed in the graph; to let a dimension vary, pass dynamic_shapes to prepare(), for "
+            f"example dynamic_shapes={{{expected.name!r}: {{0: torch.export.Dim.AUTO}}}}."
+        )

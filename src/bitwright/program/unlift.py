@@ -1,0 +1,170 @@
+"""From an ``ExportedProgram``, whose states are inputs, to a graph module that owns them.
+
+``ExportedProgram.module()`` does this too. It compares every state with every module name, which for 800 layers takes
+as long as a tenth of the export, and its result can neither switch modes nor be pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+from .graph_module import TracedGraphModule, as_traced
+from .input_check import Dimension, InputCheck, InputShape
+
+__all__ = ["unlift"]
+
+_STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+# Ops that only assert, while a model is traced, that a tensor has the dtype that it has.
+_SPECIALISED = 2
+_UNLIMITED = 2**62
+_TRACE_ASSERTS = ("aten::_assert_tensor_metadata",)
+
+
+def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
+    """Return a graph module with the ops of ``exported`` and the parameters and buffers of ``model`` themselves.
+
+    States keep all names that they have in ``model``, used or not, so that its state_dict fits.
+    """
+    if not _is_plain(exported):
+        plain = exported.module(check_guards=False)
+        graph, root = plain.graph, _Root(plain.training)
+        root.take(plain)
+    else:
+        root = _Root(model.training)
+        graph = _unlifted_graph(exported)
+        for name, constant in exported.constants.items():
+            if isinstance(constant, torch.Tensor):
+                root.add_tensor(name, constant, persistent=False)
+        _take_subgraphs(exported, root)
+        graph.set_codegen(_codegen(exported))
+    for name, tensor, persistent in _states(model):
+        root.add_tensor(name, tensor, persistent)
+    _drop_trace_asserts(graph)
+    return TracedGraphModule(root.module, graph, _input_check(exported, graph))
+
+
+def _is_plain(exported: ExportedProgram) -> bool:
+    signature = exported.graph_signature
+    inputs = all(spec.kind in (*_STATES, InputKind.USER_INPUT) for spec in signature.input_specs)
+    return inputs and all(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs)
+
+
+class _Root:
+    """Module tree under construction; remembers its containers, so that adding a tensor takes constant time."""
+
+    def __init__(self, training: bool) -> None:
+        self.module = nn.Module()
+        self.module.training = training
+        self._containers: dict[str, nn.Module] = {"": self.module}
+
+    def add_tensor(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+        path, _, attribute = name.rpartition(".")
+        container = self._container(path)
+        if isinstance(tensor, nn.Parameter):
+            container._parameters[attribute] = tensor
+        elif attribute not in container._parameters:
+            container.register_buffer(attribute, tensor, persistent=persistent)
+
+    def take(self, module: nn.Module) -> None:
+        """Take over the children and tensors of a module."""
+        for name, child in module.named_children():
+            self.module.add_module(name, as_traced(child) if isinstance(child, fx.GraphModule) else child)
+        self._containers.update({path: child for path, child in self.module.named_modules() if path})
+
+    def _container(self, path: str) -> nn.Module:
+        if path not in self._containers:
+            parent, _, name = path.rpartition(".")
+            container = nn.Module()
+            container.training = self.module.training
+            self._container(parent)._modules[name] = container
+            self._containers[path] = container
+        return self._containers[path]
+
+
+def _states(model: nn.Module) -> list[tuple[str, torch.Tensor, bool]]:
+    found: list[tuple[str, torch.Tensor, bool]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.append((prefix + name, parameter, True))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found.append((prefix + name, buffer, name not in module._non_persistent_buffers_set))
+    return found
+
+
+def _unlifted_graph(exported: ExportedProgram) -> fx.Graph:
+    state_of = {spec.arg.name: spec.target for spec in exported.graph_signature.input_specs if spec.kind in _STATES}
+    graph = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in exported.graph.nodes:
+        state = state_of.get(node.name) if node.op == "placeholder" else None
+        if state is None:
+            twins[node] = graph.node_copy(node, twins.__getitem__)
+        elif node.users:
+            twins[node] = graph.get_attr(state)
+            twins[node].meta = dict(node.meta)
+    return graph
+
+
+def _take_subgraphs(exported: ExportedProgram, root: _Root) -> None:
+    for name, child in exported.graph_module.named_children():
+        root.module.add_module(name, as_traced(child) if isinstance(child, fx.GraphModule) else child)
+
+
+def _codegen(exported: ExportedProgram) -> _PyTreeCodeGen:
+    in_spec, out_spec = exported.call_spec.in_spec, exported.call_spec.out_spec
+    names = exported.module_call_graph[0].signature
+    parameters = None if names is None else names.forward_arg_names
+    if not parameters:
+        positional, keywords = in_spec.children()
+        parameters = [f"arg_{i}" for i in range(positional.num_children)] + list(keywords.context or ())
+    return _PyTreeCodeGen(_PyTreeInfo(parameters, in_spec, out_spec))
+
+
+def _drop_trace_asserts(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _TRACE_ASSERTS:
+            graph.erase_node(node)
+
+
+def _input_check(exported: ExportedProgram, graph: fx.Graph) -> InputCheck | None:
+    codegen = graph._codegen
+    if not isinstance(codegen, _PyTreeCodeGen):
+        return None
+    ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
+    shapes = tuple(
+        InputShape(node.name, _dimensions(node.meta.get("val"), ranges))
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes)
+
+
+def _dimensions(value: Any, ranges: dict[str, Any]) -> tuple[Dimension, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(_dimension(size, ranges) for size in value.shape)
+
+
+def _dimension(size: Any, ranges: dict[str, Any]) -> Dimension:
+    if isinstance(size, int):
+        return Dimension(size)
+    symbol = str(size)
+    if symbol.isdigit():  # declared dynamic, but the model fixes it
+        return Dimension(int(symbol))
+    if not symbol.isidentifier():  # an expression of other symbols; the graph computes with the size that comes
+        return Dimension(None)
+    limits = ranges.get(symbol)
+    if limits is None:
+        return Dimension(None, symbol)
+    # torch.export never assumes sizes 0 and 1 for a dynamic dimension, but graphs hold for them too.
+    lower = int(limits.lower) if limits.lower > _SPECIALISED else 0
+    return Dimension(None, symbol, lower, int(limits.upper) if limits.upper < _UNLIMITED else None)
