@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_comparing import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_comparing import assert_same
 from kernel_strategies import Case, cases
 
 from bitwright.kernels import reference

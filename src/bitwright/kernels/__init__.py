@@ -6,9 +6,12 @@ from .dispatch import (
     choose_qparams,
     dequantize,
     fake_quantize,
+    form_of,
     min_max,
     observe_and_fake_quantize,
+    observe_running_and_fake_quantize,
     quantize,
+    set_form,
 )
 from .grid import Grid, block_counts
 
@@ -18,7 +21,10 @@ __all__ = [
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "form_of",
     "min_max",
     "observe_and_fake_quantize",
+    "observe_running_and_fake_quantize",
     "quantize",
+    "set_form",
 ]
