@@ -54,7 +54,7 @@ def _make_picklable(module: nn.Module) -> None:
 
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
-    base = type(self).__bases__[0]
+    base: Any = type(self).__bases__[0]
     state = base.__getstate__(self)  # torch's parametrized class forbids pickling; its base may have a form of its own
     if isinstance(self, nn.RNNBase):
         _restore_rnn(self)  # RNNBase refreshes its list of weights here, through the parametrizations
@@ -66,10 +66,10 @@ def _new_instance(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _restore_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
-    module.__setstate__(state)  # type: ignore[operator]
+def _restore_parametrized(module: Any, state: dict[str, Any]) -> None:
+    module.__setstate__(state)
     parametrize._inject_new_class(module)
-    for name in module.parametrizations:  # type: ignore[union-attr]
+    for name in module.parametrizations:
         parametrize._inject_property(module, name)
     _make_picklable(module)
     if isinstance(module, nn.RNNBase):

@@ -30,7 +30,8 @@ class SeparableConv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[N, Cin, H, W]`` to ``[N, Cout, H', W']``."""
         x = self.relu1(self.norm1(self.depthwise(x)))
-        return self.relu2(self.norm2(self.pointwise(x)))
+        y: torch.Tensor = self.relu2(self.norm2(self.pointwise(x)))
+        return y
 
 
 class DigitsCNN(nn.Module):
@@ -47,7 +48,8 @@ class DigitsCNN(nn.Module):
         """Map ``[N, 1, 8, 8]`` to logits ``[N, 10]``."""
         x = self.down(self.stem(images))
         x = x + self.residual(x)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        logits: torch.Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
 
 
 def train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
@@ -30,11 +31,11 @@ class Recipe:
     epochs: int = 0
 
 
-def _weights(**spec: object) -> ModuleQuantizerConfig:
+def _weights(**spec: Any) -> ModuleQuantizerConfig:
     return ModuleQuantizerConfig(
         op_input_spec=None,
         op_output_spec=None,
-        op_state_spec={"weight": QuantizationSpec(**spec)},  # type: ignore[arg-type]
+        op_state_spec={"weight": QuantizationSpec(**spec)},
     )
 
 

@@ -95,7 +95,7 @@ def _make_row(recipe: Recipe, model: nn.Module, digits: Digits, reference: torch
     prepared = quantizer.prepare(example)
     if recipe.calibrate:
         with quantizer.calibration_mode(), torch.no_grad():
-            for images in digits.train_images.split(64)[:8]:
+            for images in torch.split(digits.train_images, 64)[:8]:
                 prepared(images)
     if recipe.epochs:
         with quantizer.training_mode():

@@ -42,8 +42,11 @@ _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
     }
 )
 
-# Elementwise ops: a 1-D state here is a norm's gain or a layer scale, never a weight matrix.
-_ELEMENTWISE = frozenset({"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "__rsub__", "rsub"})
+# A 1-D state of these ops is a norm's gain or a layer scale, never a weight matrix.
+_GAIN_OPS = frozenset(
+    {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "__rsub__", "rsub"}
+    | {"layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm"}
+)
 
 # Ops whose weights carry module-specific names: the role "weight" finds them, their attribute names do too.
 ROLE_NAMED_OPS = frozenset({"multi_head_attention_forward", *_RNNS})
@@ -120,8 +123,8 @@ def default_weight_axes(state: StateTensor) -> WeightAxes | None:
 
 
 def is_elementwise_gain(state: StateTensor) -> bool:
-    """True for a state of at most one dimension that ops only add, subtract, multiply or divide by."""
-    return state.tensor.ndim <= 1 and all(use.op.type in _ELEMENTWISE for use in state.uses)
+    """True for a state of at most one dimension that ops only scale or shift activations by."""
+    return state.tensor.ndim <= 1 and all(use.op.type in _GAIN_OPS for use in state.uses)
 
 
 def state_keys(state: StateTensor, op: Op | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bitwright.config.spec import CompressionTargetTensor
+from bitwright.formats import packed_size
 from bitwright.program import StateTensor
 from bitwright.quantization.spec import (
     PerBlockGranularity,
@@ -67,22 +68,23 @@ def quantized_bytes(
 ) -> int:
     """Return the bytes of the packed artifact of a weight: codes, scales, and offsets where the scheme has them.
 
-    Scales and minvals take the bytes of the weight's dtype, at most 4, or 1 as powers of two; zero points take one.
+    Scales and minvals take the bytes of the weight's dtype, at most 4, or 1 as powers of two; zero points take the bits
+    of a code. Scales of a range that is fixed on both sides are computed in float32 and take 4 bytes.
     """
     numel = math.prod(shape)
-    blocks = math.prod(size // block for size, block in zip(shape, block_size, strict=True))
-    codes = -(-numel * spec.n_bits // 8)
-    float_bytes = min(dtype.itemsize, 4)
+    blocks = math.prod(size // block if block else 1 for size, block in zip(shape, block_size, strict=True))
+    codes = packed_size(numel, spec.n_bits)
+    float_bytes = 4 if None not in spec.float_range else min(dtype.itemsize, 4)
     scales = blocks * (1 if spec.scale_dtype is not None else float_bytes)
-    return codes + scales + blocks * _offset_bytes(spec, float_bytes)
+    return codes + scales + _offset_bytes(spec, blocks, float_bytes)
 
 
-def _offset_bytes(spec: QuantizationSpec, float_bytes: int) -> int:
+def _offset_bytes(spec: QuantizationSpec, blocks: int, float_bytes: int) -> int:
     if spec.dtype.is_floating_point:
         return 0
     if spec.qformulation == "minval":
-        return float_bytes
-    return 1 if spec.qscheme == QuantizationScheme.ASYMMETRIC else 0
+        return blocks * float_bytes
+    return packed_size(blocks, spec.n_bits) if spec.qscheme == QuantizationScheme.ASYMMETRIC else 0
 
 
 def _needs_axis(granularity: object) -> bool:

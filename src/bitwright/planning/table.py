@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from .plan import Plan, PlanRow
@@ -21,7 +22,7 @@ def format_plan(plan: Plan, width: int = 160) -> str:
         table.add_column(header, overflow="fold", justify="right" if header in ("bytes", "group") else "left")
     for row in plan.rows:
         table.add_row(*map(Text, _cells(row)))
-    console = Console(width=width, record=True, file=_Discard())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     lines = [console.export_text().rstrip()]
     if plan.dense_bytes:
@@ -59,13 +60,3 @@ def _cells(row: PlanRow) -> list[str]:
         row.rule,
         row.note,
     ]
-
-
-class _Discard:
-    """A file that throws everything away: the console records, and prints nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 __all__ = ["argument_names"]
 
@@ -54,8 +55,16 @@ def argument_names(func: Callable[..., Any]) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
-        return ("input",) if _is_tensor_method(func) else ()
+        return ("input",) if _is_tensor_method(func) else _schema_names(func)
     names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    return ("input", *names[1:]) if names[:1] == ("self",) else names
+
+
+def _schema_names(func: Callable[..., Any]) -> tuple[str, ...]:
+    signatures = get_signature_for_torch_op(func)
+    if not signatures:
+        return ()
+    names = tuple(signatures[0].parameters)
     return ("input", *names[1:]) if names[:1] == ("self",) else names
 
 

@@ -243,8 +243,9 @@ class Quantizer(_BaseModelCompressor):
             return
         self._calibrated = True
         for simulator in _simulators(model):
-            if simulator.quantization_target == CompressionTargetTensor.ACTIVATION:
-                simulator.qparams_calculator.reset_statistics()
+            if simulator.quantization_target == CompressionTargetTensor.ACTIVATION and not simulator.is_stateless:
+                calculator: Any = simulator.qparams_calculator
+                calculator.reset_statistics()
 
     def _schedules_by_simulator(self) -> dict[str, Any]:
         rules = resolve_module_rules(self._config, self._engine.model)

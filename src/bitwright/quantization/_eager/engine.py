@@ -66,7 +66,8 @@ class EagerEngine(Engine):
             return model
         from bitwright.export import finalize_eager
 
-        return finalize_eager(model, backend, mmap_dir)
+        finalized: nn.Module = finalize_eager(model, backend, mmap_dir)
+        return finalized
 
 
 def _initialise(model: nn.Module, insertion: Insertion, example: ExampleInputs) -> None:

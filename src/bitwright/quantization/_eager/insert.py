@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bitwright._utils.parametrization import clear_parametrization, parametrize_tensor
-from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Placement, Plan, Site
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program import ModuleCall, Op, Program
-from bitwright.quantization.spec import QuantizationComponentFactory
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .interception import CallSites, CallTable, attach_frame, attach_input, attach_output, attach_shield
@@ -64,7 +64,7 @@ class Insertion:
             if module is None:  # an alias of a module that is already done under its canonical name
                 continue
             parametrize_tensor(module, attribute, simulator)
-            self._undo.append(lambda module=module, name=attribute: clear_parametrization(module, name))
+            self._undo.append(functools.partial(clear_parametrization, module, attribute))
 
     def _insert_activation(self, simulator: FakeQuantizeImplBase, site: Site) -> None:
         op = site.op
@@ -122,14 +122,11 @@ class Insertion:
 
 
 def _build(placement: Placement) -> FakeQuantizeImplBase:
-    target = placement.target
-    op = placement.sites[0].op if placement.sites else placement.state.uses[0].op if placement.state else None
-    extra = {"op_to_optimize": op.target} if op is not None else {}
-    simulator: FakeQuantizeImplBase = QuantizationComponentFactory.create_fake_quantizer_partial(
-        placement.spec,
-        target,  # type: ignore[arg-type]
-    )(**extra)
-    assert target in (CompressionTargetTensor.WEIGHT, CompressionTargetTensor.ACTIVATION)
+    assert isinstance(placement.spec, QuantizationSpec)
+    uses = placement.state.uses if placement.state is not None else placement.sites
+    extra = {"op_to_optimize": uses[0].op.target} if uses else {}
+    build = QuantizationComponentFactory.create_fake_quantizer_partial(placement.spec, placement.target)
+    simulator: FakeQuantizeImplBase = build(**extra)
     return simulator
 
 

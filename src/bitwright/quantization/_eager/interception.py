@@ -113,20 +113,25 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     target = args[0] if args and _works_in_place(func) else None
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
-        holder, key = (args, index) if index < len(args) else (kwargs, name)
-        entry = holder[key] if index < len(args) or name in kwargs else None  # type: ignore[index, call-overload]
+        holder, key = _slot(args, kwargs, index, name)
+        entry = holder.get(key) if isinstance(holder, dict) else holder[key]
         if item is not None and isinstance(entry, (list, tuple)):
             if item < len(entry) and isinstance(entry[item], torch.Tensor):
                 changed = [*entry[:item], simulate(entry[item]), *entry[item + 1 :]]
-                holder[key] = changed if isinstance(entry, list) else tuple(changed)  # type: ignore[index, call-overload]
+                holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
-            holder[key] = simulate(entry)  # type: ignore[index, call-overload]
+            holder[key] = simulate(entry)
     result = func(*args, **kwargs)
     for index, child in sites.outputs:
         result = _replace_output(result, index, children[child])
     if target is not None and result is not target:
         return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
     return result
+
+
+def _slot(args: list[Any], kwargs: dict[str, Any], index: int, name: str) -> tuple[Any, Any]:
+    """Return the container of an argument, and its key there."""
+    return (args, index) if index < len(args) else (kwargs, name)
 
 
 def _works_in_place(func: Callable[..., Any]) -> bool:
@@ -197,7 +202,7 @@ class _EnterFrame(_Hook):
         _state.frames.append(_Frame(self.table, module))
         _state.modes.append(mode)
         if mode is not None:
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _EnterShield(_Hook):
@@ -213,7 +218,7 @@ class _Leave(_Hook):
         _state.frames.pop()
         mode = _state.modes.pop()
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def attach_input(module: nn.Module, index: int, name: str, child: str) -> RemovableHandle:

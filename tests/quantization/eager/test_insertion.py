@@ -1,0 +1,194 @@
+"""Where eager mode puts simulators, and what it does when something fails."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.errors import PlanError, UnplannedCallWarning
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerChannelGranularity, default_activation_quantization_spec
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .networks import GroupedCNN, TinyTransformer
+
+
+def simulator_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FakeQuantizeImplBase)]
+
+
+class Calls(nn.Module):
+    """One function twice, an operator, and a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        y = self.fc(x) + x
+        y = y + 1
+        return torch.matmul(y, y.T) if twice else y * 2
+
+
+def test_names_follow_module_function_and_argument():
+    """Simulators are children of the calling module, named by call and argument."""
+    prepared = Quantizer(Calls(), QuantizerConfig(execution_mode="eager")).prepare((torch.randn(2, 4),))
+    assert set(simulator_names(prepared)) == {
+        *("fc.linear_quantize_input", "fc.linear_quantize_output_0", "fc.parametrizations.weight.0"),
+        *("add_quantize_input", "add_quantize_other", "add_quantize_output_0"),
+        *("add_1_quantize_input", "add_1_quantize_output_0", "mul_quantize_input", "mul_quantize_output_0"),
+    }
+
+
+def test_unseen_call_passes_through_with_one_warning():
+    """Control flow may change: the call runs in float, and is named once."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(Calls(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((torch.randn(2, 4),)).eval()
+    with pytest.warns(UnplannedCallWarning, match="'matmul'"):
+        prepared(torch.randn(2, 4), twice=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
+
+
+def test_simulators_act_only_where_planned():
+    """With only matmul configured, the output is the matmul of the quantized operands."""
+    spec = QuantizationSpec(dtype="int4")
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_input_spec=None, op_output_spec=None, op_state_spec=None,
+            op_type_config={"add": {"op_input_spec": {0: spec}, "op_output_spec": None, "op_state_spec": None}},
+        ),
+        execution_mode="eager",
+    )  # fmt: skip
+    model, x = Calls(), torch.randn(2, 4)
+    float_model = copy.deepcopy(model)
+    prepared = Quantizer(model, config).prepare((x,)).eval()
+    assert simulator_names(prepared) == ["add_quantize_input", "add_1_quantize_input"]
+    first = prepared.add_quantize_input(float_model.fc(x)) + x
+    assert torch.equal(prepared(x), (prepared.add_1_quantize_input(first) + 1) * 2)
+
+
+def test_in_place_call_changes_the_tensor_it_was_called_on():
+    """`x.add_(y)` without using its result still has its effect."""
+
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            y.add_(x)
+            return y
+
+    quantizer = Quantizer(InPlace(), QuantizerConfig(execution_mode="eager"))
+    x = torch.randn(3, 4)
+    prepared = quantizer.prepare((x,)).eval()
+    assert torch.allclose(prepared(x), 2 * x, atol=0.1)
+    assert not torch.equal(prepared(x), 2 * x)
+
+
+def test_functional_weight_gets_its_axis_from_the_op():
+    """F.linear and conv in a custom module, and subclasses of nn.Linear, have default axes."""
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    class Sub(nn.Linear):
+        pass
+
+    for model in (Custom(), Sub(4, 6)):
+        prepared = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((torch.randn(2, 4),))
+        simulator = prepared.parametrizations.weight[0]
+        assert simulator.granularity == PerChannelGranularity(axis=0)
+        assert simulator.qparams_calculator.scale.shape == (6, 1)
+
+
+class Unresolved(nn.Module):
+    """Its matmul weight has no default axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(self.fc(x), self.weight)
+
+
+def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], keys: list[str]) -> None:
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not simulator_names(model)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(not hasattr(m, "parametrizations") for m in model.modules())
+
+
+def test_unresolved_axis_is_an_error_and_the_model_is_untouched():
+    """The error names the tensor and the rule."""
+    model = Unresolved()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(PlanError, match=r"weight: Weight fake-quantize modules with unresolved axis=None"):
+        Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((torch.randn(2, 4),))
+    assert_untouched(model, before, list(before))
+
+
+@pytest.mark.parametrize("make", [GroupedCNN, TinyTransformer])
+def test_failure_while_inserting_puts_the_model_back(make, monkeypatch):
+    """Whatever fails half way, the model is as it was, in the same order."""
+    torch.manual_seed(0)
+    model = make()
+    inputs = (torch.randn(2, 3, 8, 8),) if make is GroupedCNN else (torch.randint(0, 64, (1, 4)),)
+    before = copy.deepcopy(model.state_dict())
+    expected = model.eval()(*inputs)
+    calls = {"n": 0}
+    original = FakeQuantizeImplBase.disable_observer
+
+    def fail_late(self):
+        calls["n"] += 1
+        if calls["n"] == 5:
+            raise ValueError("boom")
+        return original(self)
+
+    monkeypatch.setattr(FakeQuantizeImplBase, "disable_observer", fail_late)
+    with pytest.raises(ValueError, match="boom"):
+        Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare(inputs)
+    assert_untouched(model, before, list(before))
+    assert torch.equal(model(*inputs), expected)
+
+
+def test_module_boundary_specs_apply_to_the_tensor_that_crosses():
+    """module_input_spec beats op specs, keyword inputs included."""
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(x) + shift
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * 2, shift=x)
+
+    four, eight = QuantizationSpec(dtype="int4"), default_activation_quantization_spec()
+    config = QuantizerConfig(
+        global_config=None,
+        module_name_configs={
+            "inner": ModuleQuantizerConfig(
+                module_input_spec={0: four, 1: eight}, op_input_spec=None, op_output_spec=None, op_state_spec=None
+            )
+        },
+        execution_mode="eager",
+    )
+    prepared = Quantizer(Outer(), config).prepare((torch.randn(2, 4),))
+    found = {n: m.dtype for n, m in prepared.named_modules() if isinstance(m, FakeQuantizeImplBase)}
+    assert found == {"inner.sigmoid_quantize_input": torch.int4, "inner.add_quantize_other": torch.int8}

@@ -1,0 +1,228 @@
+"""prepare, calibrate, train, switch, finalize; and everything that must survive in between."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright import ExportBackend
+from bitwright.errors import ConfigMatchWarning, PlanError
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.config import QATSchedule
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .networks import GroupedCNN, TinyTransformer
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def make_prepared(tokens, config=None):
+    torch.manual_seed(0)
+    quantizer = Quantizer(TinyTransformer(), config or QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((tokens,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(tokens)
+    return quantizer, prepared.eval()
+
+
+def simulators(model):
+    return [m for m in model.modules() if isinstance(m, FakeQuantizeImplBase)]
+
+
+def states(model):
+    return {(bool(s.observer_enabled.item()), bool(s.fake_quant_enabled.item())) for s in simulators(model)}
+
+
+def test_switches_follow_the_modes(tokens):
+    """Observers are on inside the modes only; calibration leaves activations unquantized."""
+    quantizer, prepared = make_prepared(tokens)
+    assert states(prepared) == {(False, True)}
+    prepared.train()
+    with quantizer.calibration_mode():
+        assert not prepared.training
+        by_target = {(s.quantization_target.value, bool(s.fake_quant_enabled.item())) for s in simulators(prepared)}
+        assert by_target == {("weight", True), ("activation", False)}
+    assert prepared.training
+    prepared.eval()
+    with quantizer.training_mode():
+        assert prepared.training
+        assert states(prepared) == {(True, True)}
+    assert not prepared.training
+    assert states(prepared) == {(False, True)}
+
+
+def test_modes_do_not_nest_and_need_a_prepared_model(tokens):
+    """Each wrong order is a RuntimeError that says what to do."""
+    quantizer = Quantizer(TinyTransformer(), QuantizerConfig(execution_mode="eager"))
+    with pytest.raises(RuntimeError, match="not been prepared"), quantizer.calibration_mode():
+        pass
+    with pytest.raises(RuntimeError, match="not been prepared"):
+        quantizer.finalize()
+    quantizer.prepare((tokens,))
+    with quantizer.training_mode(), pytest.raises(RuntimeError, match="cannot be nested"), quantizer.training_mode():
+        pass
+    with pytest.raises(RuntimeError, match="training_mode"):
+        quantizer.step()
+    with quantizer.calibration_mode(), pytest.raises(RuntimeError, match="finalize"):
+        quantizer.finalize(backend="_torch")
+    with pytest.warns(UserWarning, match="already been prepared"):
+        quantizer.prepare((tokens,))
+
+
+def test_running_ranges_start_with_calibration_data():
+    """Example inputs leave no trace in the moving average; its constant comes from the spec."""
+    spec = QuantizationSpec(qparam_calculator_cls="moving_average", averaging_constant=0.5)
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(op_input_spec={0: spec}, op_output_spec=None, op_state_spec=None),
+        execution_mode="eager",
+    )
+    quantizer = Quantizer(nn.Linear(1, 1), config)
+    prepared = quantizer.prepare((torch.full((2, 1), 1e-3),))
+    with quantizer.calibration_mode():
+        prepared(torch.tensor([[-4.0], [8.0]]))
+        prepared(torch.tensor([[-2.0], [16.0]]))
+    calculator = prepared.linear_quantize_input.qparams_calculator
+    assert calculator.running_max.item() == 12.0
+    assert calculator.running_min.item() == -3.0
+
+
+def test_schedule_drives_the_switches(tokens):
+    """Observer from 0, fake quantization from 1, observer off from 3; the count survives re-entry."""
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(qat_schedule=QATSchedule(enable_fake_quant=1, disable_observer=3)),
+        execution_mode="eager",
+    )
+    quantizer, prepared = make_prepared(tokens, config)
+    seen = []
+    with quantizer.training_mode():
+        seen.append(states(prepared))
+        quantizer.step()
+        seen.append(states(prepared))
+    with quantizer.training_mode():
+        seen.append(states(prepared))
+        quantizer.step()
+        quantizer.step()
+        seen.append(states(prepared))
+    assert seen == [{(True, False)}, {(True, True)}, {(True, True)}, {(False, True)}]
+    with pytest.raises(RuntimeError, match="qat_schedule"):
+        quantizer.disable_observer()
+
+
+def test_switches_of_one_module(tokens):
+    """A submodule's simulators can be switched alone; a foreign module is refused."""
+    quantizer, prepared = make_prepared(tokens)
+    quantizer.disable_fake_quant(prepared.blocks[0])
+    off = {
+        n
+        for n, m in prepared.named_modules()
+        if isinstance(m, FakeQuantizeImplBase) and not m.fake_quant_enabled.item()
+    }
+    assert off
+    assert all(name.startswith("blocks.0.") for name in off)
+    quantizer.enable_fake_quant()
+    assert states(prepared) == {(False, True)}
+    with pytest.raises(ValueError, match="not part of the model"):
+        quantizer.enable_observer(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("survive", ["deepcopy", "pickle", "state_dict", "torch.save"])
+def test_prepared_model_survives(tokens, survive, tmp_path):
+    """A copy by any way computes the same and can be calibrated and finalized on."""
+    quantizer, prepared = make_prepared(tokens)
+    expected = prepared(tokens)
+    if survive == "deepcopy":
+        other = copy.deepcopy(prepared)
+    elif survive == "pickle":
+        other = pickle.loads(pickle.dumps(prepared))
+    else:
+        torch.manual_seed(1)
+        other = Quantizer(TinyTransformer(), QuantizerConfig(execution_mode="eager")).prepare((tokens[:1, :3],)).eval()
+        state = prepared.state_dict()
+        if survive == "torch.save":
+            torch.save(state, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+        other.load_state_dict(state)
+    assert torch.equal(other(tokens), expected)
+    with quantizer.calibration_mode(other):
+        other(tokens)
+    finalized = quantizer.finalize(other, ExportBackend._TORCH)
+    assert torch.isfinite(finalized(tokens)).all()
+    assert torch.equal(prepared(tokens), expected)
+
+
+@pytest.mark.parametrize("make", ["transformer", "cnn"])
+def test_compiled_model_computes_the_same(make, tokens):
+    """torch.compile of a prepared model, with activations, in eval mode."""
+    torch.manual_seed(0)
+    model, inputs = (
+        (TinyTransformer(), (tokens,)) if make == "transformer" else (GroupedCNN(), (torch.randn(2, 3, 8, 8),))
+    )
+    prepared = Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare(inputs).eval()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(prepared, backend="aot_eager")(*inputs), prepared(*inputs), atol=1e-5)
+
+
+def test_unmatched_keys_warn_each_or_raise_together():
+    """strict=True lists all problems in one error; otherwise there is one warning for each."""
+    config = QuantizerConfig(
+        module_name_configs={"layer0": None},
+        module_type_configs={"torch.nn.modules.conv.Conv2d": None},
+        execution_mode="eager",
+    )
+    model, x = nn.Sequential(nn.Linear(4, 4)), (torch.randn(1, 4),)
+    with pytest.raises(PlanError) as caught:
+        Quantizer(model, config).prepare(x, strict=True)
+    assert len(caught.value.problems) == 2
+    assert "layer0" in str(caught.value)
+    assert "Conv2d" in str(caught.value)
+    with pytest.warns(ConfigMatchWarning) as warned:
+        Quantizer(model, config).prepare(x)
+    assert len([w for w in warned if issubclass(w.category, ConfigMatchWarning)]) == 2
+
+
+def test_blocks_that_do_not_divide_are_skipped_with_a_warning():
+    """The layer is named, and stays float."""
+    model = nn.Sequential(nn.Linear(48, 8), nn.Linear(8, 4))
+    quantizer = Quantizer(model, QuantizerConfig.presets.w4_per_block(block_size=16, execution_mode="eager"))
+    with pytest.warns(ConfigMatchWarning, match=r"1\.weight.*block size 16"):
+        prepared = quantizer.prepare((torch.randn(2, 48),))
+    assert not hasattr(prepared[1], "parametrizations")
+    assert hasattr(prepared[0], "parametrizations")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "error"),
+    [("no module", None, TypeError), (nn.Linear(2, 2), {"quantization_config": {}}, TypeError)],
+)
+def test_wrong_arguments_are_refused(model, config, error):
+    """A non-module and a plain dict are named."""
+    with pytest.raises(error):
+        Quantizer(model, config)
+
+
+def test_example_inputs_must_be_a_tuple():
+    """A bare tensor is a common slip; the message shows the right form."""
+    quantizer = Quantizer(nn.Linear(2, 2), QuantizerConfig(execution_mode="eager"))
+    with pytest.raises(TypeError, match=r"\(x,\)"):
+        quantizer.prepare(torch.randn(1, 2))
+    with pytest.raises(ValueError, match="empty"):
+        quantizer.prepare(())
+
+
+def test_zero_size_batches_and_nan_do_not_crash():
+    """A batch without rows passes through; NaN in a weight stays where it is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((torch.randn(2, 4),)).eval()
+    assert prepared(torch.zeros(0, 4)).shape == (0, 4)
+    with quantizer.calibration_mode():
+        prepared(torch.zeros(0, 4))
+    assert torch.isfinite(prepared(torch.randn(2, 4))).all()

@@ -1,0 +1,122 @@
+"""A stranger's models through eager W8A8, FP8, weights only and QAT."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright import ExportBackend
+from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .networks import GroupedCNN, TinyTransformer, sqnr_db
+
+MODELS = {
+    "transformer": (TinyTransformer, lambda: (torch.randint(0, 64, (2, 12)),)),
+    "cnn": (GroupedCNN, lambda: (torch.randn(4, 3, 16, 16),)),
+    "lstm": (lambda: nn.LSTM(8, 16, num_layers=2), lambda: (torch.randn(5, 2, 8),)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        lambda: (torch.randn(2, 5, 16),),
+    ),
+}
+CONFIGS = {
+    "default": (QuantizerConfig, 18.0),
+    "w8a8": (QuantizerConfig.presets.w8a8, 18.0),
+    "fp8": (QuantizerConfig.presets.fp8, 12.0),
+    "w8": (QuantizerConfig.presets.w8, 30.0),
+    "w8a8_dynamic": (QuantizerConfig.presets.w8a8_dynamic, 18.0),
+}
+
+
+def _first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    torch.manual_seed(0)
+    make, inputs = MODELS[request.param]
+    return make().eval(), inputs()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_calibrated_model_stays_close_and_finalized_equals_prepared(case, name):
+    """SQNR above a bound; finalize(_TORCH) computes what the prepared model computed."""
+    model, inputs = case
+    make, bound = CONFIGS[name]
+    with torch.no_grad():
+        reference = _first(model(*inputs))
+    quantizer = Quantizer(copy.deepcopy(model), make().set_execution_mode("eager"))
+    prepared = quantizer.prepare(inputs)
+    with quantizer.calibration_mode(), torch.no_grad():
+        for _ in range(3):
+            prepared(*inputs)
+    prepared.eval()
+    output = _first(prepared(*inputs)).detach()
+    assert sqnr_db(reference, output) > bound
+    finalized = quantizer.finalize(backend=ExportBackend._TORCH)
+    assert torch.equal(_first(finalized(*inputs)), output)
+
+
+def test_training_lowers_the_loss(case):
+    """Three optimizer steps with fake quantization lower the loss, and gradients reach every weight."""
+    model, inputs = case
+    torch.manual_seed(1)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare(inputs)
+    target = torch.randn_like(_first(prepared(*inputs)))
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    losses = []
+    with quantizer.training_mode():
+        for module in prepared.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (_first(prepared(*inputs)) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(p.grad is not None for n, p in prepared.named_parameters() if n.endswith("original"))
+
+
+def test_tied_embedding_has_one_simulator():
+    """Embedding and head share the weight, so they share its scale."""
+    model = TinyTransformer()
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager"))
+    prepared = quantizer.prepare((torch.randint(0, 64, (1, 4)),))
+    assert prepared.embed.parametrizations.weight[0] is prepared.head.parametrizations.weight[0]
+    assert prepared.embed.parametrizations.weight.original is prepared.head.parametrizations.weight.original
+
+
+@pytest.mark.parametrize("name", ["w8", "w4", "default"])
+def test_norm_gains_are_left_alone(name):
+    """A one-dimensional weight that is multiplied in stays float, and the plan says why."""
+    config = QuantizerConfig() if name == "default" else getattr(QuantizerConfig.presets, name)()
+    quantizer = Quantizer(TinyTransformer(), config.set_execution_mode("eager"))
+    plan = quantizer.plan((torch.randint(0, 64, (1, 4)),))
+    rows = {row.tensor: row for row in plan if row.kind == "weight"}
+    assert rows["norm.weight"].spec is None
+    assert "gain" in rows["norm.weight"].note
+    assert rows["blocks.0.qkv.weight"].spec is not None
+    assert not plan.problems
+
+
+def test_lstm_weights_are_quantized():
+    """Weights that an LSTM passes as a list take effect in its output."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(8, 16), torch.randn(5, 2, 8)
+    reference = model(x)[0]
+    quantizer = Quantizer(model, QuantizerConfig.presets.w4(execution_mode="eager"))
+    prepared = quantizer.prepare((x,)).eval()
+    simulators = [m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
+    assert len(simulators) == 2
+    assert 5 < sqnr_db(reference, prepared(x)[0]) < 60
+    decoded = nn.LSTM(8, 16)
+    decoded.load_state_dict({name: getattr(prepared, name).detach() for name in decoded.state_dict()})
+    assert torch.equal(decoded(x)[0], prepared(x)[0])
