@@ -325,6 +325,18 @@ class TestOpRules:
         assert resolve_op_rule(rule, ["add_7", "block.add"], "add").level is OpLevel.OP_NAME
 
 
+def test_none_that_was_written_past_validation_means_off() -> None:
+    config = ToyConfig(global_config=toy_module(1))
+    assert config.module_name_configs is not None
+    config.module_name_configs["head"] = None
+    assert config.global_config is not None
+    assert config.global_config.op_type_config is not None
+    config.global_config.op_type_config["add"] = None
+    rules = resolve_module_rules(config, ToyModel())
+    assert rules["head"].config.op_state_spec == {"*": None}
+    assert resolve_op_rule(rules[""], "add", "add").op_input_spec == {"*": None}
+
+
 class TestLookupSpec:
     """Keys of a spec dictionary."""
 
@@ -376,7 +388,24 @@ def module_trees(draw: st.DrawFn) -> nn.Module:
 
 
 KEYS = st.sampled_from(
-    ["a0", "b0", "c1", r"a0\..*", r".*\.0", r".*\.1", "", ".*", "a0.0", "b1.1.0", r"[ab]\d", "c.", r".*\.1\.0", "nope"]
+    [
+        "a0",
+        "b0",
+        "c1",
+        r"a0\..*",
+        r".*\.0",
+        r".*\.1",
+        "",
+        ".*",
+        "a0.0",
+        "b1.1.0",
+        "..",
+        "a0..",
+        r"[ab]\d",
+        "c.",
+        r".*\.1\.0",
+        "nope",
+    ]
 )
 TYPES = st.sampled_from([nn.ReLU, nn.Tanh, nn.Identity, nn.Sequential, nn.ModuleList, nn.Linear])
 

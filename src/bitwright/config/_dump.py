@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,23 +28,28 @@ def plain_config(config: BaseModel, write_spec: _SpecWriter = dump_spec) -> dict
     result: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if name in _ALWAYS_WRITTEN or value != field.get_default(call_default_factory=True):
-            result[name] = _plain(value, write_spec)
+        if name not in _ALWAYS_WRITTEN and value == field.get_default(call_default_factory=True):
+            continue
+        if _is_config(value):
+            result[name] = plain_config(value, write_spec)
+        elif isinstance(value, Mapping) and all(item is None or isinstance(item, BaseModel) for item in value.values()):
+            result[name] = {key: _plain_entry(item, write_spec) for key, item in value.items()}
+        else:
+            result[name] = config.model_dump(mode="json", include={name})[name]
     return result
 
 
-def _plain(value: Any, write_spec: _SpecWriter) -> Any:
+def _is_config(value: object) -> bool:
+    """Return whether the fields of ``value`` are written one by one, not by a serializer of its class."""
+    return isinstance(value, StrictModel) and not type(value).__pydantic_decorators__.model_serializers
+
+
+def _plain_entry(value: BaseModel | None, write_spec: _SpecWriter) -> Any:
+    if value is None:
+        return None
     if isinstance(value, CompressionSpec):
         return write_spec(value)
-    if isinstance(value, StrictModel):
-        return plain_config(value, write_spec)
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {key: _plain(item, write_spec) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, write_spec) for item in value]
-    return value.value if isinstance(value, enum.Enum) else value
+    return plain_config(value, write_spec) if _is_config(value) else value.model_dump(mode="json")
 
 
 class _Anchored(dict[str, Any]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -76,6 +76,8 @@ def compile_key(key: str, where: str) -> re.Pattern[str]:
 
 
 _PLAIN_KEY = re.compile(r"[\w.]*")
+_DOT_FREE = re.compile(r"[^.]+")
+_Named: TypeAlias = tuple[str, int]
 
 
 def type_matches(key: str, cls: type) -> bool:
@@ -100,7 +102,8 @@ class ModuleIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = _index_tree(model)
-        self._by_length: dict[int, list[tuple[str, int]]] = {}
+        self._by_length: dict[int, list[_Named]] = {}
+        self._by_part: dict[tuple[int, int, int], dict[str, list[_Named]]] = {}
         self._by_type: dict[type, list[int]] = {}
         for position, entry in enumerate(self.modules):
             # A parametrized module (weight norm, a prepared weight) has a class made for it; the user means its base.
@@ -117,11 +120,25 @@ class ModuleIndex:
             ValueError: ``key`` is not a valid regular expression; it stands at ``where``.
         """
         pattern = compile_key(key, where)
-        if _PLAIN_KEY.fullmatch(key):  # without quantifiers only names of the same length can match
-            groups: Iterable[list[tuple[str, int]]] = [self._by_length.get(len(key), [])]
-        else:
-            groups = self._by_length.values()
+        groups = [self._with_longest_part(key)] if _PLAIN_KEY.fullmatch(key) else self._by_length.values()
         return sorted({position for group in groups for name, position in group if pattern.fullmatch(name)})
+
+    def _with_longest_part(self, key: str) -> list[_Named]:
+        """Return names of the key's length that have its longest dot-free part in the same place.
+
+        A key without quantifiers matches no others, as only its dots are wildcards. So a config with an entry for each
+        layer does not try every entry on every name.
+        """
+        part = max(_DOT_FREE.finditer(key), key=lambda found: len(found[0]), default=None)
+        names = self._by_length.get(len(key), [])
+        if part is None:
+            return names
+        place = (len(key), *part.span())
+        if place not in self._by_part:
+            table = self._by_part.setdefault(place, {})
+            for name, position in names:
+                table.setdefault(name[slice(*part.span())], []).append((name, position))
+        return self._by_part[place].get(part[0], [])
 
     def of_type(self, key: str) -> list[int]:
         """Return, in order, the positions of modules whose class is exactly the one that ``key`` names."""

@@ -191,7 +191,7 @@ class CompressionConfig(ConfigFile, ABC, Generic[_T]):
             ValueError: no targets, or ``global_config`` is off.
             TypeError: a target is neither a string nor an ``nn.Module`` subclass; this object is as it was.
         """
-        found = _checked_targets(targets)
+        found = _unpacked(targets)
         if not found:
             raise ValueError("only_for requires at least one target.")
         if self._is_global_config_disabled():
@@ -199,6 +199,7 @@ class CompressionConfig(ConfigFile, ABC, Generic[_T]):
                 "only_for requires a non-disabled global_config, which it gives to the targets. After only_for or "
                 "set_global(None) it is off: name all targets in one only_for(...) call, or call set_global first."
             )
+        _check_targets(found)
         moved = cast("_T", self.global_config)
         with self._all_or_nothing():
             self._set_targets({target: moved.model_copy(deep=True) for target in found})
@@ -211,8 +212,10 @@ class CompressionConfig(ConfigFile, ABC, Generic[_T]):
         Raises:
             TypeError: a target is neither a string nor an ``nn.Module`` subclass; this object is as it was.
         """
+        found = _unpacked(targets)
+        _check_targets(found)
         with self._all_or_nothing():
-            self._set_targets(dict.fromkeys(_checked_targets(targets)))
+            self._set_targets(dict.fromkeys(found))
         return self
 
     def _set_targets(self, configs: Mapping[_Target, _T | None]) -> None:
@@ -257,14 +260,17 @@ class CompressionConfig(ConfigFile, ABC, Generic[_T]):
         return cast("_T", match_module(self, module_name, module))
 
 
-def _checked_targets(targets: tuple[Any, ...]) -> list[_Target]:
-    """Return the targets as a list; a single list, tuple or other iterable of targets is unpacked."""
+def _unpacked(targets: tuple[Any, ...]) -> tuple[_Target, ...]:
+    """Return the targets of a call; a single list, tuple or other iterable of targets is unpacked."""
     if len(targets) == 1 and isinstance(targets[0], Iterable) and not isinstance(targets[0], str | type):
-        targets = tuple(targets[0])
+        return tuple(targets[0])
+    return targets
+
+
+def _check_targets(targets: Iterable[object]) -> None:
     for target in targets:
         if isinstance(target, type):
             if not issubclass(target, nn.Module):
                 raise TypeError(f"targets must be nn.Module subclasses or name strings, got {target.__name__}.")
         elif not isinstance(target, str):
             raise TypeError(f"targets must be module types or name strings, got {type(target).__name__}: {target!r}.")
-    return list(targets)

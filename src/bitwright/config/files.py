@@ -155,12 +155,13 @@ class _Loader(yaml.SafeLoader):
     """A safe loader that reports keys written twice in one mapping, of which YAML silently keeps the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key.value, str):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        "while reading a mapping", node.start_mark, f"found the key {key.value!r} twice", key.start_mark
-                    )
-                seen.add(key.value)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (key.tag, key.value) in seen:  # the tag tells the number 1 from the text "1"
+                raise yaml.constructor.ConstructorError(
+                    "while reading a mapping", node.start_mark, f"found the key {key.value!r} twice", key.start_mark
+                )
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)

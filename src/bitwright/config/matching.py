@@ -247,7 +247,9 @@ def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str,
     )
     for level, entries in sections:
         for key in reversed(list(entries)):
-            yield level, str(key), entries[key]
+            # None stands here only if it was written into the dict past validation; it means what it means elsewhere.
+            entry = entries[key] if entries[key] is not None else config._module_config_class()._disabled()
+            yield level, str(key), entry
 
 
 def match_module(config: CompressionConfig[Any], name: str, module: nn.Module | None) -> Any:
@@ -328,6 +330,9 @@ def resolve_op_rule(rule: ModuleRule, op_name: str | Sequence[str], op_type: str
             rule.usage.matched.add((where, OpLevel.OP_NAME, key))
             winner = (OpLevel.OP_NAME, key, config)
     level, found, config = winner or (OpLevel.DEFAULT, None, rule.config)
+    if config is None:
+        off: dict[Any, None] = {ALL_TENSORS: None}
+        return OpRule(off, off, off, level, found, rule)
     return OpRule(config.op_input_spec, config.op_output_spec, config.op_state_spec, level, found, rule)
 
 
