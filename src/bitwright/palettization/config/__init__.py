@@ -1,0 +1,13 @@
+"""Where and how a model is palettized."""
+
+from __future__ import annotations
+
+from .palettization_config import KMeansPalettizerConfig, ModuleKMeansPalettizerConfig, OpKMeansPalettizerConfig
+from .pat_schedule import PATSchedule
+
+__all__ = [
+    "KMeansPalettizerConfig",
+    "ModuleKMeansPalettizerConfig",
+    "OpKMeansPalettizerConfig",
+    "PATSchedule",
+]

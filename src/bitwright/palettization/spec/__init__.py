@@ -1,0 +1,22 @@
+"""Specs of palettization and what they are made of: granularities and training strategies."""
+
+from __future__ import annotations
+
+from .granularity import PalettizationGranularity, PerGroupedChannelGranularity, PerTensorGranularity
+from .soft_assignment import DKMTrainingSpec
+from .spec import PalettizationSpec, default_weight_palettization_spec
+from .straight_through import STETrainingSpec
+from .training_strategy import DefaultTrainingSpec, TrainingStrategy, TrainingStrategySpec
+
+__all__ = [
+    "DKMTrainingSpec",
+    "DefaultTrainingSpec",
+    "PalettizationGranularity",
+    "PalettizationSpec",
+    "PerGroupedChannelGranularity",
+    "PerTensorGranularity",
+    "STETrainingSpec",
+    "TrainingStrategy",
+    "TrainingStrategySpec",
+    "default_weight_palettization_spec",
+]

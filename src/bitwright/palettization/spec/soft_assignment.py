@@ -1,0 +1,74 @@
+"""Differentiable k-means: in training every weight is a mixture of palette entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from .training_strategy import TrainingStrategy, TrainingStrategySpec
+
+__all__ = ["DKMTrainingSpec"]
+
+_SMALLEST_MASS = 1e-12
+
+
+class _SoftAssignmentStrategy(TrainingStrategy):
+    """Attention between vectors and palette entries, and the palette as its fixed point."""
+
+    def __init__(self, temperature: float = 0.05, iterations: int = 3) -> None:
+        self.temperature = temperature
+        self.iterations = iterations
+
+    def train_forward(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight made of mixtures; it is differentiable in ``weight``, also through the palette."""
+        vectors, context = module.vectorize(weight)
+        vectors = vectors.float()
+        palette = module.centroids.detach().float()
+        with torch.no_grad():
+            spread = vectors.var(1, correction=0).sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+            unit = (self.temperature * spread).view(-1, 1, 1)
+            for _ in range(self.iterations - 1):
+                palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
+        palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
+        module.set_centroids(palette.detach())
+        attention = _attention(vectors, palette, unit)
+        mixed = attention @ module.quantize_lut(palette)
+        soft: torch.Tensor = module.devectorize(mixed.to(weight.dtype), context)
+        return soft
+
+
+def _attention(vectors: torch.Tensor, palette: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """Return how much each of ``[P, N, D]`` vectors belongs to each of ``[P, K, D]`` entries: ``[P, N, K]``.
+
+    Softmax of -‖w - c‖² / τ (equation 1 of the paper); the square of w, common to all entries, drops out.
+    """
+    closeness = 2 * (vectors @ palette.transpose(1, 2)) - palette.square().sum(-1).unsqueeze(1)
+    return torch.softmax(closeness / unit, dim=-1)
+
+
+def _mean_of_members(vectors: torch.Tensor, attention: torch.Tensor, palette: torch.Tensor) -> torch.Tensor:
+    """Return each entry moved to the mean of its members; one without members stays (equation 2)."""
+    mass = attention.sum(1).unsqueeze(-1)
+    means = (attention.transpose(1, 2) @ vectors) / mass.clamp_min(_SMALLEST_MASS)
+    return torch.where(mass > _SMALLEST_MASS, means, palette)
+
+
+@TrainingStrategySpec.register("dkm")
+class DKMTrainingSpec(TrainingStrategySpec):
+    """Differentiable k-means (Cho et al., arXiv 2108.12659): soft in training, the nearest entry in evaluation.
+
+    Takes memory for a float32 per weight and palette entry while training, so it is meant for few bits.
+
+    Attributes:
+        temperature: how soft the assignment is, in units of the variance of the weights that share a palette; near 0
+            it is hard.
+        iterations: steps of the fixed point of attention and palette in every forward; it starts from the palette of
+            the forward before. Gradients go through the last step.
+    """
+
+    temperature: float = Field(default=0.05, gt=0.0)
+    iterations: int = Field(default=3, gt=0)
+
+    _strategy_cls = _SoftAssignmentStrategy
