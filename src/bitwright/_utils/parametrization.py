@@ -17,8 +17,11 @@ __all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
 
 def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> None:
     """Make ``module.<name>`` read as ``simulator(tensor)``; the tensor goes to ``parametrizations.<name>.original``."""
+    stacked = parametrize.is_parametrized(module, name)
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
     _make_picklable(module)
+    if not stacked:
+        _quicken(module, name)
     if isinstance(module, nn.RNNBase):
         _use_live_weights(module)
 
@@ -48,6 +51,24 @@ def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
+def _quicken(module: nn.Module, name: str) -> None:
+    """Let the usual case, one simulator and no hooks, skip the generic machinery on each read of the weight."""
+    cls: Any = type(module)
+    generic: property = cls.__dict__[name]
+    generic_read: Any = generic.fget
+
+    def read(self: nn.Module) -> torch.Tensor:
+        chain: Any = self._modules["parametrizations"]._modules[name]  # type: ignore[union-attr]
+        simulators = chain._modules
+        if len(simulators) != 1 or chain._forward_hooks or chain._forward_pre_hooks or parametrize._cache_enabled:
+            tensor: torch.Tensor = generic_read(self)
+        else:
+            tensor = simulators["0"](chain.original)
+        return tensor
+
+    setattr(cls, name, property(read, generic.fset, generic.fdel))
+
+
 def _make_picklable(module: nn.Module) -> None:
     cls: Any = type(module)
     cls.__reduce_ex__ = _reduce_parametrized
@@ -71,6 +92,7 @@ def _restore_parametrized(module: Any, state: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
+        _quicken(module, name)
     _make_picklable(module)
     if isinstance(module, nn.RNNBase):
         _restore_rnn(module)
