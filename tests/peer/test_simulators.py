@@ -102,6 +102,8 @@ def random_tensor(
         x = torch.zeros(shape)
     elif kind < 0.25:
         x = (x * 2).round() / 2
+    elif kind < 0.32:
+        x.view(-1)[rng.randrange(x.numel())] = rng.choice((float("nan"), float("inf"), float("-inf")))
     return x.to(dtype)
 
 

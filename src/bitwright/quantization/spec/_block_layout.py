@@ -12,15 +12,21 @@ __all__ = ["BlockLayout"]
 
 
 class BlockLayout:
-    """Resolves a granularity for the shapes that one simulator sees, which are nearly always the same one."""
+    """Resolves a granularity for the shapes that one simulator sees, which are nearly always the same one.
 
-    __slots__ = ("_block_size", "_granularity", "_shape", "_target")
+    Attributes:
+        shape: the shape resolved last.
+        counts: number of blocks along each dimension for the shape resolved last.
+    """
+
+    __slots__ = ("_block_size", "_granularity", "_target", "counts", "shape")
 
     def __init__(self) -> None:
-        self._shape: torch.Size | None = None
+        self.shape: torch.Size | None = None
         self._granularity: QuantizationGranularity | None = None
         self._target: CompressionTargetTensor | None = None
         self._block_size: tuple[int, ...] = ()
+        self.counts: tuple[int, ...] = ()
 
     def block_size(
         self, shape: torch.Size, granularity: QuantizationGranularity, target: CompressionTargetTensor
@@ -30,9 +36,12 @@ class BlockLayout:
         Raises:
             ValueError: the granularity does not fit the shape.
         """
-        if torch.compiler.is_compiling():  # symbolic sizes must not outlive their trace
+        if torch.compiler.is_compiling():  # comparing would fix symbolic sizes, and they must not outlive their trace
             return granularity.get_block_size(shape, target)
-        if shape != self._shape or granularity is not self._granularity or target is not self._target:
+        if shape != self.shape or granularity is not self._granularity or target is not self._target:
             self._block_size = granularity.get_block_size(shape, target)
-            self._shape, self._granularity, self._target = shape, granularity, target
+            self.shape, self._granularity, self._target = shape, granularity, target
+            self.counts = tuple(
+                1 if size == block else size // block for size, block in zip(shape, self._block_size, strict=True)
+            )
         return self._block_size

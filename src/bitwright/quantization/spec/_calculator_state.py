@@ -145,8 +145,8 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
 
     def _record(self, tensor: torch.Tensor, qparams: QParams) -> None:
         """Take parameters that were computed for ``tensor`` elsewhere, as if by ``forward``."""
-        self._resolve_axis(tensor.ndim)
         if not self._initialized:
+            self._resolve_axis(tensor.ndim)
             self._compute_dtype_for_export = tensor.dtype
         self._store(qparams)
 
@@ -154,7 +154,8 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         for name, value in zip(("scale", "zero_point", "minval"), qparams, strict=True):
             if value is not None:
                 self._store_buffer(name, value.detach())
-        self._initialized = True
+        if not self._initialized:
+            self._initialized = True
 
     def _store_buffer(self, name: str, value: torch.Tensor) -> None:
         """Copy ``value`` into a buffer in place, which others may hold; a new buffer is made if the shape differs."""
@@ -163,8 +164,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
             dtype = value.dtype if buffer is None else buffer.dtype
             with torch.inference_mode(False):
                 buffer = self._buffers[name] = torch.empty(value.shape, dtype=dtype, device=value.device)
-        with torch.no_grad():
-            buffer.copy_(value)
+        buffer.copy_(value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the buffers to another device, but never cast them: half precision would change the scales."""
@@ -226,12 +226,19 @@ class StatelessQParamsCalculatorBase(QParamsCalculatorBase):
         if torch.compiler.is_compiling():  # a trace must not store tensors
             return self.compute_qparams(tensor, low, high)
         if not self._initialized:
-            self._compute_dtype_for_export = tensor.dtype
             self._initialize_state(tensor, low, high)
         qparams = self.compute_qparams(tensor, low, high)
-        self._initialized = True
-        self.scale, self.zero_point, self.minval = qparams
+        self._record(tensor, qparams)
         return qparams
+
+    def _record(self, tensor: torch.Tensor, qparams: QParams) -> None:
+        """Take note of the parameters that were computed for ``tensor``."""
+        if not self._initialized:
+            self._resolve_axis(tensor.ndim)
+            self._compute_dtype_for_export = tensor.dtype
+            self._initialized = True
+        # Plain attributes; setting them through nn.Module costs a microsecond each.
+        self.__dict__.update(zip(("scale", "zero_point", "minval"), qparams, strict=True))
 
     def set_export_mode(self, enabled: bool = True) -> None:
         """Leave export mode, which this calculator is never in.

@@ -17,6 +17,21 @@ else:
 __all__ = ["RunningRangeMixin"]
 
 
+class _Progress:
+    """How far a running range has come; apart from the module, whose attributes are slow to set."""
+
+    __slots__ = ("observations", "restart")
+
+    def __init__(self) -> None:
+        self.observations = 0
+        self.restart = False
+
+    def count(self) -> None:
+        """Count a tensor, the first one after a restart anew."""
+        self.observations = 1 if self.restart else self.observations + 1
+        self.restart = False
+
+
 class RunningRangeMixin(_Base):
     """Adds a range that runs along with the tensors; implement ``update_running_range`` to say how.
 
@@ -37,8 +52,7 @@ class RunningRangeMixin(_Base):
         with torch.inference_mode(False):
             self.register_buffer("running_min", torch.empty(0))
             self.register_buffer("running_max", torch.empty(0))
-        self._restart = False
-        self._observations = 0
+        self._progress = _Progress()
 
     @abstractmethod
     def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,18 +77,24 @@ class RunningRangeMixin(_Base):
 
     def reset_statistics(self) -> None:
         """Start anew with the next tensor; until then the parameters stay as they are."""
-        self._restart = True
+        self._progress.restart = True
 
     def compute_qparams(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> QParams:
         """Update the running range and return its parameters. The first tensor's range is taken as it is."""
-        if self._initialized and not self._restart:
+        if self._initialized and not self._progress.restart:
             low, high = self.update_running_range(min_val, max_val)
-            self._observations += 1
         else:
             low, high = min_val, max_val
-            self._restart, self._observations = False, 1
-        self._store_buffer("running_min", low.detach())
-        self._store_buffer("running_max", high.detach())
+        if not torch.compiler.is_compiling():
+            self._progress.count()
+        elif self._progress.restart:  # no counting: a number that changes would have the graph compiled anew each time
+            self._progress.restart = False
+        if torch.is_grad_enabled() and (low.requires_grad or high.requires_grad):
+            # The graph may hold the running range, which an in-place write would destroy.
+            self.running_min, self.running_max = low.detach().clone(), high.detach().clone()
+        else:
+            self._store_buffer("running_min", low)
+            self._store_buffer("running_max", high)
         return self._compute_scale_zero_point_minval(tensor, low, high)
 
     def _initialize_state(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> None:
@@ -88,7 +108,7 @@ class RunningRangeMixin(_Base):
         low, high = super()._fit_state(tensor, low, high)
         if low.shape == self.running_min.shape:
             return low, high
-        if self._restart:
+        if self._progress.restart:
             self._initialize_state(tensor, low, high)
             return low, high
         raise ValueError(
@@ -98,14 +118,14 @@ class RunningRangeMixin(_Base):
         )
 
     def _merge_statistics(self, other: Any) -> None:
-        mine, theirs = max(self._observations, 1), max(other._observations, 1)
+        mine, theirs = max(self._progress.observations, 1), max(other._progress.observations, 1)
         device, dtype = self.running_min.device, self.running_min.dtype
         low, high = self.merge_running_range(
             other.running_min.to(device, dtype), other.running_max.to(device, dtype), theirs / (mine + theirs)
         )
         self._store_buffer("running_min", low)
         self._store_buffer("running_max", high)
-        self._observations = mine + theirs
+        self._progress.observations = mine + theirs
         self._store(self._compute_scale_zero_point_minval(low, low, high))
 
     def extra_repr(self) -> str:

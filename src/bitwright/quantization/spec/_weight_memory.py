@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,108 +12,114 @@ from bitwright.kernels import Grid
 
 __all__ = ["WeightMemory"]
 
-_PROBES = 4
-_PROBE_BYTES = 16
+QParams = tuple[torch.Tensor | None, ...]
+
+_SAMPLES = 64
+_BITS_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightMemory:
-    """Remembers which state of a weight the parameters came from, and that state's quantized values.
+    """Remembers one state of a weight and its parameters, and what was done with it.
 
-    A state is recognised by the tensor's identity, its version counter (which optimizers, ``load_state_dict`` and any
-    other in-place write advance), its address, the version of the parameters, and, since a write through ``.data``
-    advances no counter, by a few bytes of its contents where they can be read at no cost, that is on the CPU. On other
-    devices call ``clear`` after writing through ``.data``.
+    A state is recognised by the tensor's identity, address and version counter (which optimizers, ``load_state_dict``
+    and every other in-place write advance) and by the version of the parameters. A write through ``.data`` advances no
+    counter; it is noticed by comparing some of the elements where they can be read at once, that is on the CPU. On
+    other devices call ``forget`` after writing through ``.data``.
 
-    Copies and pickles of it are empty.
+    Copies and pickles of a memory are empty.
+
+    Attributes:
+        observed: whether the parameters of the remembered state were computed from its weight.
     """
 
-    __slots__ = ("_observed", "_output", "_output_state")
+    __slots__ = ("_output", "_output_version", "_state", "observed")
 
     def __init__(self) -> None:
-        self._observed: _State | None = None
-        self._output: torch.Tensor | None = None
-        self._output_state: _State | None = None
+        self.forget()
 
     def __reduce__(self) -> tuple[type[WeightMemory], tuple[()]]:
         return WeightMemory, ()
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forget everything."""
-        self._observed = None
+        self._state: _State | None = None
+        self.observed = False
         self.drop_output()
 
     def drop_output(self) -> None:
         """Free the quantized weight."""
-        self._output = self._output_state = None
+        self._output: torch.Tensor | None = None
+        self._output_version = 0
 
-    def was_observed(self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> bool:
-        """Return whether ``qparams`` are those that were computed from ``weight`` as it is now."""
-        return self._observed is not None and self._observed.matches(weight, qparams, grid)
+    def knows(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> bool:
+        """Return whether the remembered state is the present one."""
+        return self._state is not None and self._state.matches(weight, qparams, grid)
 
-    def note_observed(self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> None:
-        """Remember that ``qparams`` were computed from ``weight`` as it is now."""
-        self._observed = _State.of(weight, qparams, grid)
+    def remember(self, weight: torch.Tensor, qparams: QParams, grid: Grid, observed: bool) -> None:
+        """Remember the present state in place of any other."""
+        self.forget()
+        self._state = _State.of(weight, qparams, grid)
+        self.observed = observed and self._state is not None
 
-    def output(self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> torch.Tensor | None:
-        """Return the quantized weight if it is kept and still valid."""
-        state, output = self._output_state, self._output
-        if state is None or output is None or not state.matches(weight, qparams, grid):
-            return None
-        if output.is_inference():
-            return output if torch.is_inference_mode_enabled() else None
-        return output if output._version == state.output_version else None
-
-    def keep_output(
-        self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid, output: torch.Tensor
-    ) -> None:
-        """Keep the quantized weight."""
-        self._output_state = state = _State.of(weight, qparams, grid)
-        if state is not None:
-            state.output_version = 0 if output.is_inference() else output._version
+    def keep(self, output: torch.Tensor) -> None:
+        """Keep the quantized weight of the remembered state."""
+        if self._state is not None:
             self._output = output
+            self._output_version = 0 if output.is_inference() else output._version
+
+    @property
+    def output(self) -> torch.Tensor | None:
+        """The quantized weight of the remembered state, if it is kept and nobody has written to it."""
+        output = self._output
+        if output is None:
+            return None
+        if output.is_inference():  # unusable outside inference mode, and without a version counter
+            return output if torch.is_inference_mode_enabled() else None
+        return output if output._version == self._output_version else None
 
 
 class _State:
     """A weight and its parameters at one moment."""
 
-    __slots__ = ("address", "grid", "output_version", "probe", "qparams", "qparams_version", "version", "weight")
+    __slots__ = ("address", "bits", "grid", "qparams", "qparams_version", "sample", "version", "weight")
 
-    def __init__(self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> None:
+    def __init__(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> None:
         self.weight = weakref.ref(weight)
         self.version = weight._version
         self.address = weight.data_ptr()
-        self.probe = _probe(weight)
         self.qparams = qparams
         self.qparams_version = _total_version(qparams)
         self.grid = grid
-        self.output_version = 0
+        self.sample = _sample(weight)
+        self.bits = b"" if self.sample is None else self.sample.tobytes()
 
     @classmethod
-    def of(cls, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> _State | None:
+    def of(cls, weight: torch.Tensor, qparams: QParams, grid: Grid) -> _State | None:
         """Return the present state, or None where later changes could not be noticed."""
         if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta:
             return None
         try:
             return cls(weight, qparams, grid)
-        except RuntimeError:  # no version counter, or no address, as with fake and functional tensors
+        except RuntimeError:  # parameters without a version counter
             return None
 
-    def matches(self, weight: torch.Tensor, qparams: tuple[torch.Tensor | None, ...], grid: Grid) -> bool:
-        mine = self.qparams
+    def matches(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> bool:
+        """Return whether nothing has changed since."""
+        scale, zero_point, minval = self.qparams
         return (
             self.weight() is weight
             and weight._version == self.version
-            and grid is self.grid
-            and qparams[0] is mine[0]
-            and qparams[1] is mine[1]
-            and qparams[2] is mine[2]
-            and _total_version(qparams) == self.qparams_version
             and weight.data_ptr() == self.address
-            and _probe(weight) == self.probe
+            and grid is self.grid
+            and qparams[0] is scale
+            and qparams[1] is zero_point
+            and qparams[2] is minval
+            and _total_version(qparams) == self.qparams_version
+            and (self.sample is None or self.sample.tobytes() == self.bits)
         )
 
 
-def _total_version(tensors: tuple[torch.Tensor | None, ...]) -> int:
+def _total_version(tensors: QParams) -> int:
     total = 0
     for tensor in tensors:
         if tensor is not None:
@@ -121,13 +127,9 @@ def _total_version(tensors: tuple[torch.Tensor | None, ...]) -> int:
     return total
 
 
-def _probe(weight: torch.Tensor) -> bytes:
-    """Return bytes from a few places of a contiguous tensor in main memory; nothing for any other."""
-    if weight.device.type != "cpu" or not weight.is_contiguous():
-        return b""
-    size = weight.numel() * weight.element_size()
-    address = weight.data_ptr()
-    if size <= _PROBES * _PROBE_BYTES:
-        return ctypes.string_at(address, size) if size else b""
-    stride = (size - _PROBE_BYTES) // (_PROBES - 1)
-    return b"".join(ctypes.string_at(address + i * stride, _PROBE_BYTES) for i in range(_PROBES))
+def _sample(weight: torch.Tensor) -> Any:
+    """Return a NumPy view of elements spread over a contiguous tensor in main memory; None for any other."""
+    if not weight.is_cpu or not weight.is_contiguous():
+        return None
+    elements = weight.detach().view(-1).view(_BITS_AS[weight.element_size()])
+    return elements[:: max(1, elements.numel() // _SAMPLES)].numpy()

@@ -17,6 +17,7 @@ from bitwright.formats import n_bits_of, round_to_fp4
 from bitwright.kernels import Grid
 
 from ._block_layout import BlockLayout
+from ._one_pass import follows_latest, is_plainly_static, measures_both_ends, tracks_in_place
 from ._ste import _FusedFakeQuantizeIntSTE as _FusedFakeQuantizeIntSTE
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
@@ -28,10 +29,8 @@ from .qparams_calculator import (
     QParamsCalculatorBase,
     StatefulQParamsCalculatorBase,
     StatelessQParamsCalculatorBase,
-    StaticQParamsCalculator,
 )
 from .qscheme import QuantizationScheme
-from .range_calculator import MinMaxRangeCalculator
 
 __all__ = ["FakeQuantizeImplBase", "fp4_forward"]
 
@@ -123,7 +122,12 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
         Raises:
             ValueError: the granularity does not fit the shape.
         """
-        return self._layout.block_size(torch.Size(shape), self._granularity, self.quantization_target)
+        return self._block_size(torch.Size(shape))
+
+    def _block_size(self, shape: torch.Size) -> tuple[int, ...]:
+        calculator: Any = self._modules["qparams_calculator"]
+        target = calculator._modules["range_calculator"].quantization_target
+        return self._layout.block_size(shape, self._granularity, target)
 
     def enable_observer(self, enabled: bool = True) -> None:
         """Turn the gathering of statistics on or off; without effect on a stateless quantizer."""
@@ -156,6 +160,9 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
             return self._forward_weight(tensor, calculator)
         qparams: QParams | None = None
         if self._observer_on or not stateful:
+            y = None if tracing else self._at_once(tensor, calculator)
+            if y is not None:
+                return y
             if tracing or tensor.numel():
                 qparams = self._observe(tensor, calculator)
         elif self._fake_quant_on:
@@ -164,69 +171,111 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
             return tensor
         return self._fake_quantize(tensor, *qparams)
 
+    def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
+        """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""
+        if not self._is_fused() or _is_in_backward() or not tensor.numel():
+            return None
+        if self._fake_quant_on and follows_latest(calculator):
+            return self._follow(tensor, calculator)
+        if not tracks_in_place(calculator, tensor.dtype, tensor.device):
+            return None
+        with contextlib.suppress(_BlockSizeMismatchError):  # the calculator meets it again and says so
+            self._block_size(tensor.shape)
+            if self._layout.counts == calculator._buffers["running_min"].shape:
+                return self._track(tensor, calculator)
+        return None
+
+    def _track(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:
+        """Update a running range and fake-quantize, in one call that changes the calculator's buffers in place."""
+        buffers = calculator._buffers
+        y = kernels.observe_running_and_fake_quantize(
+            tensor,
+            buffers["running_min"],
+            buffers["running_max"],
+            buffers["scale"],
+            buffers["zero_point"],
+            buffers["minval"],
+            block_size=self._block_size(tensor.shape),
+            grid=self._current_grid(),
+            scheme=calculator.qscheme.value,
+            scale_dtype=calculator.scale_dtype,
+            averaging_constant=getattr(calculator, "averaging_constant", None),
+            restart=calculator._progress.restart,
+            quantize=self._fake_quant_on,
+        )
+        torch.autograd.graph.increment_version(buffers["scale"])  # the kernel writes behind autograd's back
+        calculator._progress.count()
+        return y
+
+    def _follow(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
+        """Take the range of this tensor alone and fake-quantize; None if blocks do not divide the tensor."""
+        try:
+            block_size = self._block_size(tensor.shape)
+        except _BlockSizeMismatchError as error:
+            self._warn_and_disable(error)
+            return None
+        y, scale, zero_point, minval = kernels.observe_and_fake_quantize(
+            tensor,
+            block_size=block_size,
+            grid=self._current_grid(),
+            scheme=calculator.qscheme.value,
+            scale_dtype=calculator.scale_dtype,
+        )
+        calculator._record(tensor, (scale, zero_point, minval))
+        return y
+
     def _forward_weight(self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase) -> torch.Tensor:
         """``forward`` for a parameter, which often is the same as at the last call."""
-        if weight.numel() == 0:
+        if weight.numel() == 0 or not (self._observer_on or self._fake_quant_on):
             return weight
-        static = _is_plainly_static(calculator)
+        memory, static = self._memory, is_plainly_static(calculator)
+        known = calculator._initialized and memory.knows(weight, self._stored(calculator), self._current_grid())
         y: torch.Tensor | None = None
-        qparams: QParams | None = None
-        if self._observer_on and not (static and self._is_observed(weight, calculator)):
+        qparams: QParams | None
+        if self._observer_on and not (static and (calculator.is_frozen or (known and memory.observed))):
             y, qparams = self._observe_weight(weight, calculator, static)
-        elif self._fake_quant_on:
+            known = False
+        else:
             qparams = self._stored(calculator)
         if qparams is None or not self._fake_quant_on:
             return weight
         settled = static or not self._observer_on
         if settled and self.keep_frozen_weight and not self.training and not _needs_grad(weight):
-            return self._kept(weight, calculator, y)
+            return self._kept(weight, calculator, known, y)
         return self._fake_quantize(weight, *qparams) if y is None else y
-
-    def _is_observed(self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase) -> bool:
-        """Return whether observing ``weight`` would change nothing."""
-        if calculator.is_frozen:
-            return True
-        return calculator._initialized and self._memory.was_observed(
-            weight, self._stored(calculator), self._current_grid()
-        )
 
     def _observe_weight(
         self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase, static: bool
     ) -> tuple[torch.Tensor | None, QParams | None]:
         """Observe a parameter, in one pass with its quantization where the classes are Bitwright's own."""
-        y: torch.Tensor | None = None
-        if static and self._fake_quant_on and self._is_fused() and tuple(calculator.float_range) == (None, None):
-            try:
-                block_size = self.get_block_size(weight.shape)
-            except _BlockSizeMismatchError as error:
-                self._warn_and_disable(error)
+        if static and self._fake_quant_on and self._is_fused() and measures_both_ends(calculator):
+            y = self._follow(weight, calculator)
+            if y is None:
                 return None, None
-            y, scale, zero_point, minval = kernels.observe_and_fake_quantize(
-                weight,
-                block_size=block_size,
-                grid=self._current_grid(),
-                scheme=calculator.qscheme.value,
-                scale_dtype=calculator.scale_dtype,
-            )
-            calculator._record(weight, (scale, zero_point, minval))
-            qparams: QParams | None = (scale, zero_point, minval)
+            qparams: QParams | None = self._stored(calculator)
         else:
-            qparams = self._observe(weight, calculator)
+            y, qparams = None, self._observe(weight, calculator)
         if static and qparams is not None:
-            self._memory.note_observed(weight, self._stored(calculator), self._current_grid())
+            self._memory.remember(weight, self._stored(calculator), self._current_grid(), observed=True)
         return y, qparams
 
     def _kept(
-        self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase, y: torch.Tensor | None
+        self,
+        weight: torch.nn.Parameter,
+        calculator: StatefulQParamsCalculatorBase,
+        known: bool,
+        y: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the quantized weight from memory, or quantize it (unless ``y`` is it) and keep it."""
-        qparams, grid = self._stored(calculator), self._current_grid()
+        kept = self._memory.output if known else None
+        if kept is not None:
+            return kept
+        qparams = self._stored(calculator)
+        if not known and y is None:
+            self._memory.remember(weight, qparams, self._current_grid(), observed=False)
         if y is None:
-            y = self._memory.output(weight, qparams, grid)
-            if y is not None:
-                return y
             y = self._fake_quantize(weight, *qparams)
-        self._memory.keep_output(weight, qparams, grid, y)
+        self._memory.keep(y)
         return y
 
     def _observe(self, tensor: torch.Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
@@ -352,7 +401,7 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
 
     def clear_weight_memory(self) -> None:
         """Forget the kept quantized weight; call it after writing to a weight through ``.data`` on a GPU."""
-        self._memory.clear()
+        self._memory.forget()
 
     def _stateful(self) -> StatefulQParamsCalculatorBase:
         calculator: Any = self.qparams_calculator
@@ -405,7 +454,7 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
         zero_point: torch.Tensor | None,
         minval: torch.Tensor | None,
     ) -> torch.Tensor:
-        block_size = self.get_block_size(tensor.shape)
+        block_size = self._block_size(tensor.shape)
         return kernels.fake_quantize(
             tensor, scale, zero_point, minval, block_size=block_size, grid=self._current_grid()
         )
@@ -452,11 +501,6 @@ def fp4_forward(tensor: torch.Tensor) -> torch.Tensor:
         tensor: float32, any shape.
     """
     return round_to_fp4(tensor)
-
-
-def _is_plainly_static(calculator: StatefulQParamsCalculatorBase) -> bool:
-    """Whether the parameters are a function of the latest tensor alone, known to have no side effect."""
-    return type(calculator) is StaticQParamsCalculator and type(calculator.range_calculator) is MinMaxRangeCalculator
 
 
 def _is_in_backward() -> bool:

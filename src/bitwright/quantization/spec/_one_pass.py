@@ -1,0 +1,58 @@
+"""When one kernel call does what a calculator and a simulator do step by step.
+
+Only Bitwright's own classes qualify, whose steps are known: a subclass may have changed any of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .qparams_calculator import (
+    DynamicQParamsCalculator,
+    GlobalMinMaxQParamsCalculator,
+    MovingAverageQParamsCalculator,
+    StaticQParamsCalculator,
+)
+from .range_calculator import MinMaxRangeCalculator
+
+__all__ = ["follows_latest", "is_plainly_static", "measures_both_ends", "tracks_in_place"]
+
+
+def is_plainly_static(calculator: Any) -> bool:
+    """Whether the parameters depend on the latest tensor alone, and computing them has no other effect."""
+    return (
+        type(calculator) is StaticQParamsCalculator
+        and type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
+    )
+
+
+def follows_latest(calculator: Any) -> bool:
+    """Whether the range is that of the latest tensor, measured at both ends."""
+    if type(calculator) is DynamicQParamsCalculator:
+        return type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
+    return is_plainly_static(calculator) and not calculator.is_frozen and measures_both_ends(calculator)
+
+
+def measures_both_ends(calculator: Any) -> bool:
+    """Whether no end of the range is fixed."""
+    low, high = calculator.float_range
+    return low is None and high is None
+
+
+def tracks_in_place(calculator: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a further tensor of this dtype and device updates a running range whose buffers are ready for it."""
+    kind = type(calculator)
+    if kind is not MovingAverageQParamsCalculator and kind is not GlobalMinMaxQParamsCalculator:
+        return False
+    running = calculator._buffers["running_min"]
+    return (
+        calculator._initialized
+        and not calculator._export_mode
+        and measures_both_ends(calculator)
+        and type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
+        and calculator._buffers["scale"].shape == running.shape
+        and running.dtype == dtype
+        and running.device == device
+    )
