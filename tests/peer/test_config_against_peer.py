@@ -19,7 +19,7 @@ from bitwright.quantization.config import QuantizerConfig
 sys.path.insert(0, str(Path(__file__).parent))
 import config_worker
 
-pytestmark = pytest.mark.peer
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PEER = os.environ.get("BITWRIGHT_PEER_PYTHON", "")
 CASES = int(os.environ.get("BITWRIGHT_PEER_CASES", "400"))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import torch
 import yaml
@@ -166,6 +167,7 @@ class TestFiles:
         with pytest.raises(ValidationError, match=f"id you mean '{right}'"):
             QuantizerConfig.from_dict(content)
 
+    @pytest.mark.skipif(pydantic.VERSION < "2.12", reason="older pydantic words the same schema in another way")
     def test_the_published_schema_is_current(self) -> None:
         """In a fresh process, since registering a class adds to the schema."""
         code = (
