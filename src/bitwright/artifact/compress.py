@@ -1,0 +1,166 @@
+"""Simulators to compressed tensors: what a prepared model computes for a weight, in packed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from bitwright.quantization.spec import QuantizationScheme
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .encode import dense_tensor, quantized_tensor
+from .errors import ArtifactError
+from .tensors import CompressedTensor
+
+__all__ = ["Encoder", "compress_tensor", "register_encoder", "simulate"]
+
+Encoder: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor | None], CompressedTensor[Any]]
+"""``encoder(simulator, tensor, mask)`` returns the compressed form of what the simulator makes of the tensor."""
+
+_ENCODERS: dict[type, Encoder] = {}
+_MASKS: dict[type, Callable[[Any], torch.Tensor]] = {}
+
+
+def register_encoder(simulator_class: type, encoder: Encoder) -> None:
+    """Say how tensors under simulators of a class, and of classes derived from it, are stored.
+
+    Args:
+        simulator_class: the class.
+        encoder: called with the simulator, the tensor that enters it and a mask of entries that are kept (or None).
+            Entries outside the mask must decode to zero if the mask is used.
+    """
+    _ENCODERS[simulator_class] = encoder
+
+
+def simulate(tensor: torch.Tensor, simulators: Sequence[nn.Module]) -> torch.Tensor:
+    """Return what the simulators make of a tensor, whatever their switches say; nothing is observed."""
+    with torch.no_grad():
+        for simulator in simulators:
+            tensor = _apply(simulator, tensor)
+    return tensor
+
+
+def compress_tensor(tensor: torch.Tensor, simulators: Sequence[nn.Module], name: str) -> CompressedTensor[Any]:
+    """Return the compressed form of a tensor under a stack of simulators.
+
+    The last simulator that maps to codes decides on the form; pruning anywhere in the stack makes it sparse where that
+    is smaller. The result is decoded and compared with the simulators' output, bit for bit.
+
+    Args:
+        tensor: the dense tensor.
+        simulators: in the order in which they are applied.
+        name: the tensor's name, for messages.
+
+    Raises:
+        ArtifactError: the tensor holds NaN or infinity, a simulator has no parameters yet, or it is of a class that
+            computes something which no stored form decodes to.
+    """
+    tensor = tensor.detach()
+    active = [simulator for simulator in simulators if not _is_out_of_use(simulator)]
+    if active and not bool(torch.isfinite(tensor).all()):
+        raise ArtifactError(f"{name!r} holds NaN or infinity and cannot be compressed; repair it before exporting.")
+    wanted = simulate(tensor, active)
+    mask = _kept_entries(active, tensor, wanted)
+    coders = [i for i, simulator in enumerate(active) if not _is_pruner(simulator)]
+    with torch.no_grad():
+        if not coders:
+            compressed: CompressedTensor[Any] = dense_tensor(wanted, mask)
+        else:
+            last = coders[-1]
+            entering = simulate(tensor, active[:last])
+            compressed = _encoder_of(active[last], name)(active[last], entering, mask)
+            if not _decodes_to(compressed, wanted):
+                compressed = dense_tensor(wanted, mask) if last + 1 < len(active) else compressed
+    if not _decodes_to(compressed, wanted):
+        kinds = ", ".join(type(simulator).__name__ for simulator in active)
+        raise ArtifactError(
+            f"{name!r}: what {kinds} computes is not what its codes, scales and zero points decode to, so it cannot be "
+            "stored. A custom class must keep the formulas of its base class, or register an encoder with "
+            "bitwright.artifact.register_encoder."
+        )
+    return compressed
+
+
+def _decodes_to(compressed: CompressedTensor[Any], wanted: torch.Tensor) -> bool:
+    decoded = compressed.decode()
+    return decoded.dtype == wanted.dtype and torch.equal(decoded, wanted)
+
+
+def _encoder_of(simulator: nn.Module, name: str) -> Encoder:
+    for cls in type(simulator).__mro__:
+        if cls in _ENCODERS:
+            return _ENCODERS[cls]
+    raise ArtifactError(
+        f"{name!r}: no stored form is known for the simulator {type(simulator).__name__}; register one with "
+        "bitwright.artifact.register_encoder."
+    )
+
+
+def _is_pruner(simulator: nn.Module) -> bool:
+    return _mask_of(simulator) is not None
+
+
+def _mask_of(simulator: nn.Module) -> torch.Tensor | None:
+    for cls in type(simulator).__mro__:
+        if cls in _MASKS:
+            return _MASKS[cls](simulator)
+    return None
+
+
+def _kept_entries(simulators: Sequence[nn.Module], tensor: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+    """Entries that no pruner drops; None if nothing is pruned or dropped entries do not end as zero."""
+    masks = [mask for mask in map(_mask_of, simulators) if mask is not None]
+    if not masks:
+        return None
+    kept = torch.ones_like(tensor, dtype=torch.bool)
+    for mask in masks:
+        kept &= mask != 0
+    return kept if not bool((wanted[~kept] != 0).any()) else None
+
+
+def _is_out_of_use(simulator: nn.Module) -> bool:
+    disabled = getattr(simulator, "is_disabled", None)
+    return bool(disabled()) if callable(disabled) else bool(getattr(simulator, "_disabled", False))
+
+
+def _apply(simulator: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(simulator, FakeQuantizeImplBase):
+        if simulator.is_stateless:
+            scale, zero_point, minval = simulator.qparams_calculator(tensor)
+        else:
+            scale, zero_point, minval = simulator._stored(simulator.qparams_calculator)
+        return simulator._fake_quantize(tensor, scale, zero_point, minval)
+    was_training = simulator.training
+    simulator.eval()
+    try:
+        result: torch.Tensor = simulator(tensor)
+    finally:
+        simulator.train(was_training)
+    return result
+
+
+def _encode_quantized(
+    simulator: FakeQuantizeImplBase, tensor: torch.Tensor, mask: torch.Tensor | None
+) -> CompressedTensor[Any]:
+    calculator = simulator.qparams_calculator
+    qparams = calculator(tensor) if simulator.is_stateless else simulator._stored(calculator)
+    scale, zero_point, minval = qparams
+    codes = simulator.quantize(tensor, scale, zero_point, minval, cast_to_target_dtype=True)
+    return quantized_tensor(
+        codes,
+        scale,
+        zero_point,
+        minval,
+        block_size=simulator.get_block_size(tensor.shape),
+        grid=simulator._current_grid(),
+        dtype=tensor.dtype,
+        power_of_two=calculator.scale_dtype is not None,
+        zero_point_per_block=simulator.qscheme == QuantizationScheme.ASYMMETRIC,
+        mask=mask,
+    )
+
+
+register_encoder(FakeQuantizeImplBase, _encode_quantized)

@@ -1,0 +1,124 @@
+"""Weights that stay packed in memory: parametrizations that decode on use, by plain torch ops when traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from bitwright._utils.parametrization import parametrize_tensor
+
+from .compress import compress_tensor
+from .sites import weight_sites
+from .tensors import CompressedTensor, build_tensor
+
+__all__ = ["PackedTensor", "pack_model", "pack_tensor"]
+
+
+class PackedTensor(nn.Module):
+    """A parametrization that ignores its input and returns the decoded tensor.
+
+    The parts of the compressed tensor are its buffers, a dot in their names replaced by ``_``. ``torch.export`` and
+    ``torch.compile`` see the decoding as plain torch ops on the packed buffers, so an exported program needs nothing of
+    Bitwright. ``.to(device)`` moves the buffers; ``.half()`` and the like change what is decoded to, not the buffers.
+
+    Args:
+        tensor: the compressed tensor.
+    """
+
+    def __init__(self, tensor: CompressedTensor[Any]) -> None:
+        super().__init__()
+        self.layout = tensor.layout
+        self.output_dtype = tensor.dtype
+        for name, part in tensor.parts.items():
+            self.register_buffer(name.replace(".", "_"), part)
+
+    @property
+    def tensor(self) -> CompressedTensor[Any]:
+        """The compressed tensor, made of the buffers as they are."""
+        parts = {name: self._buffers[name.replace(".", "_")] for name in self.layout.parts()}
+        return build_tensor(self.layout, parts)  # type: ignore[arg-type]
+
+    def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the decoded tensor."""
+        return self.tensor.decode().to(self.output_dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.output_dtype = fn(torch.empty(0, dtype=self.output_dtype)).dtype
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return shape and size as text."""
+        return f"{self.layout.kind}, shape={tuple(self.layout.shape)}, {self.layout.nbytes} bytes"
+
+
+def pack_tensor(
+    owner: nn.Module, attribute: str, tensor: CompressedTensor[Any], module: nn.Module | None = None
+) -> nn.Module:
+    """Replace a parameter of a module by its packed form.
+
+    Args:
+        owner: the module.
+        attribute: name of its parameter; whatever parametrizes it is taken away.
+        tensor: the compressed tensor.
+        module: the parametrization to use, to share the one of a tied weight.
+
+    Returns:
+        The parametrization that now stands there.
+    """
+    module = PackedTensor(tensor) if module is None else module
+    return replace_weight(owner, attribute, module, tensor.dtype)
+
+
+def replace_weight(owner: nn.Module, attribute: str, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Make ``owner.<attribute>`` read as ``module(placeholder)``; the dense tensor becomes an empty placeholder."""
+    kind: type[nn.Parameter] | None = nn.Parameter
+    if parametrize.is_parametrized(owner, attribute):
+        stack: Any = owner.parametrizations[attribute]  # type: ignore[index]
+        if not isinstance(getattr(stack, "original", None), nn.Parameter):
+            kind = None
+        parametrize.remove_parametrizations(owner, attribute, leave_parametrized=not stack.is_tensor)
+    device = getattr(owner, attribute).device
+    if attribute in owner._buffers:
+        kind = None
+    placeholder = torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)
+    if kind is None:
+        owner._parameters.pop(attribute, None)
+        owner._buffers[attribute] = placeholder
+    else:
+        owner._buffers.pop(attribute, None)
+        owner._parameters[attribute] = nn.Parameter(placeholder, requires_grad=False)
+    parametrize_tensor(owner, attribute, module)
+    return module
+
+
+def pack_model(model: nn.Module) -> nn.Module:
+    """Turn a prepared eager model into one whose weights stay packed in memory.
+
+    Weight simulators are replaced by :class:`PackedTensor`; activation simulators stay as they are, so the model
+    computes what it computed before, and can be exported with ``torch.export``.
+
+    Args:
+        model: a prepared model. Changed in place, and only after every weight was packed without error.
+
+    Returns:
+        ``model``, in eval mode.
+
+    Raises:
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+    """
+    packed = [(site, compress_tensor(site.tensor, site.simulators, site.name)) for site in weight_sites(model)]
+    for site, tensor in packed:
+        module: nn.Module | None = None
+        for path, attribute in site.owners:
+            module = pack_tensor(model.get_submodule(path), attribute, tensor, module)
+    return model.eval()

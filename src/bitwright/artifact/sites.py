@@ -1,0 +1,140 @@
+"""Where compression stands in a prepared model: its weights with their simulators, and its activation simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .errors import ArtifactError
+
+__all__ = ["WeightSite", "activation_simulators", "dense_state", "simulators_in", "weight_sites"]
+
+
+@dataclass(eq=False, slots=True)
+class WeightSite:
+    """One weight under simulators, and every place that it is registered at.
+
+    Attributes:
+        owners: ``(module path, attribute)`` of every place, the first one names the weight.
+        tensor: the dense tensor as it enters the first simulator.
+        simulators: in the order in which they are applied.
+    """
+
+    owners: list[tuple[str, str]]
+    tensor: torch.Tensor
+    simulators: tuple[nn.Module, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """Dotted name of the weight."""
+        return self.names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Dotted name of every place."""
+        return [f"{path}.{attribute}" if path else attribute for path, attribute in self.owners]
+
+
+def weight_sites(model: nn.Module) -> list[WeightSite]:
+    """Return the weights of an eager model that stand under simulators, in the order of its modules.
+
+    A weight that several modules share, with the same simulators, is one site.
+
+    Raises:
+        ArtifactError: a parametrization of another kind comes after a simulator.
+    """
+    sites: dict[tuple[int, ...], WeightSite] = {}
+    for path, module in model.named_modules():
+        if not parametrize.is_parametrized(module):
+            continue
+        for attribute, stack in module.parametrizations.items():
+            simulators = _simulators_of(stack, f"{path}.{attribute}")
+            if not simulators:
+                continue
+            key = (id(_first_original(stack)), *map(id, simulators))
+            if key in sites:
+                sites[key].owners.append((path, attribute))
+            else:
+                sites[key] = WeightSite([(path, attribute)], _entering(stack, len(simulators)), simulators)
+    return list(sites.values())
+
+
+def simulators_in(model: nn.Module) -> list[nn.Module]:
+    """Return every simulator of a model once."""
+    return [module for module in model.modules() if isinstance(module, CompressionSimulatorBase)]
+
+
+def activation_simulators(model: nn.Module) -> dict[str, FakeQuantizeImplBase]:
+    """Return the simulators of activations by module path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, FakeQuantizeImplBase) and module.quantization_target == CompressionTargetTensor.ACTIVATION
+    }
+
+
+def dense_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers that stand under no simulator, by name, aliases included."""
+    for path, module in _plain_modules(model, ""):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def _plain_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is None or isinstance(child, CompressionSimulatorBase) or _is_simulated(child):
+            continue
+        yield from _plain_modules(child, f"{path}.{name}" if path else name)
+
+
+def _is_simulated(module: nn.Module) -> bool:
+    return isinstance(module, parametrize.ParametrizationList) and any(
+        isinstance(entry, CompressionSimulatorBase) for entry in module
+    )
+
+
+def _simulators_of(stack: Any, where: str) -> tuple[nn.Module, ...]:
+    entries = list(stack)
+    first = next((i for i, entry in enumerate(entries) if isinstance(entry, CompressionSimulatorBase)), len(entries))
+    for entry in entries[first:]:
+        if not isinstance(entry, CompressionSimulatorBase):
+            raise ArtifactError(
+                f"{where!r}: the parametrization {type(entry).__name__} was registered after compression was "
+                "prepared, so the weight that the model uses is not the compressed one. Register it before prepare(), "
+                "or remove it."
+            )
+    return tuple(entries[first:])
+
+
+def _first_original(stack: Any) -> torch.Tensor:
+    tensor: torch.Tensor = stack.original if stack.is_tensor else stack.original0
+    return tensor
+
+
+def _entering(stack: Any, simulated: int) -> torch.Tensor:
+    """The tensor after parametrizations of other kinds, such as weight normalization."""
+    entries = list(stack)[: len(stack) - simulated]
+    if not entries:
+        return _first_original(stack)
+    with torch.no_grad():
+        originals = (
+            [stack.original] if stack.is_tensor else [getattr(stack, f"original{i}") for i in range(stack.ntensors)]
+        )
+        tensor: torch.Tensor = entries[0](*originals)
+        for entry in entries[1:]:
+            tensor = entry(tensor)
+    return tensor

@@ -1,0 +1,172 @@
+"""Artifacts on disk: safetensors files, written and read tensor by tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .activations import QuantizedActivation
+from .errors import ArtifactError
+from .layouts import ActivationLayout, TensorLayout
+from .manifest import FileEntry, Manifest, StoredActivation, StoredTensor
+from .tensors import CompressedTensor, build_tensor
+
+__all__ = ["DEFAULT_SHARD_BYTES", "StoredTensors", "TensorWriter", "check_files", "read_activations"]
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_SHARD_BYTES = 1 << 28
+
+
+class TensorWriter:
+    """Writes tensors to numbered safetensors files; holds no more than one file's worth of them.
+
+    Args:
+        directory: folder to write to.
+        shard_bytes: a file is closed as soon as it holds that much.
+    """
+
+    def __init__(self, directory: Path, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        self.files: list[FileEntry] = []
+        self._directory = directory
+        self._limit = shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, parts: Mapping[str, torch.Tensor]) -> int:
+        """Add the parts of one tensor and return the number of the file that they go to."""
+        if self._pending_bytes >= self._limit:
+            self.flush()
+        for part, tensor in parts.items():
+            self._pending[f"{name}/{part}"] = tensor.detach().to("cpu").contiguous()
+            self._pending_bytes += tensor.nbytes
+        return len(self.files)
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        path = self._directory / f"tensors-{len(self.files) + 1:05d}.safetensors"
+        save_file(_unshared(self._pending), path)
+        size, digest = _hash_file(path)
+        self.files.append(FileEntry(name=path.name, nbytes=size, sha256=digest))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare size and hash of every file with the manifest.
+
+    Raises:
+        ArtifactError: a file is missing or differs.
+    """
+    for entry in manifest.files:
+        path = directory / entry.name
+        try:
+            size = path.stat().st_size
+            found = _hash_file(path) if size == entry.nbytes else (size, "")
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be read: {error}.") from error
+        if found != (entry.nbytes, entry.sha256):
+            why = "its hash differs" if size == entry.nbytes else f"it has {size} bytes, not {entry.nbytes}"
+            raise ArtifactError(f"{path} is damaged or was exchanged: {why} from what the manifest says.")
+    _check_keys(directory, manifest)
+
+
+class StoredTensors(Mapping[str, CompressedTensor[Any]]):
+    """The compressed tensors of an artifact on disk, read when asked for; their parts stay mapped to the file."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._files = [entry.name for entry in manifest.files]
+        self._stored = manifest.tensors
+
+    def __getitem__(self, name: str) -> CompressedTensor[Any]:
+        stored = self._stored[name]
+        path = self._directory / self._files[stored.file]
+        try:
+            tensor = build_tensor(stored.layout, _read_parts(path, name, stored.layout))
+            tensor.check_values()
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}, tensor {name!r}: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def layout(self, name: str) -> TensorLayout:
+        """Return the layout of a tensor without reading it."""
+        return self._stored[name].layout
+
+
+def read_activations(directory: Path, manifest: Manifest) -> dict[str, QuantizedActivation]:
+    """Read the parameters of all activations.
+
+    Raises:
+        ArtifactError: one is missing or out of range.
+    """
+    activations = {}
+    for name, stored in manifest.activations.items():
+        path = directory / manifest.files[stored.file].name
+        parts = _read_parts(path, f"activations/{name}", stored.layout) if stored.layout.parts() else {}
+        try:
+            activations[name] = QuantizedActivation(stored.layout, parts)
+            activations[name].check_values()
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}, activation {name!r}: {error}") from error
+    return activations
+
+
+def _read_parts(path: Path, name: str, layout: TensorLayout | ActivationLayout) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            return {part: file.get_tensor(f"{name}/{part}") for part in layout.parts()}
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path}: the parts of {name!r} cannot be read: {error}") from error
+
+
+def _check_keys(directory: Path, manifest: Manifest) -> None:
+    """Every part that the manifest promises is there in its file with its shape, and there is nothing else."""
+    wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in manifest.files]
+    stored: list[tuple[str, StoredTensor | StoredActivation]] = [*manifest.tensors.items()]
+    stored += [(f"activations/{name}", entry) for name, entry in manifest.activations.items()]
+    for name, entry in stored:
+        for part, (shape, _) in entry.layout.parts().items():
+            wanted[entry.file][f"{name}/{part}"] = shape
+    for file, keys in zip(manifest.files, wanted, strict=True):
+        path = directory / file.name
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as opened:
+                found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ArtifactError(f"{path} is damaged: {error}") from error
+        if found != keys:
+            odd = sorted(found.keys() ^ keys.keys() or {k for k in keys if keys[k] != found[k]})
+            raise ArtifactError(f"{path} does not hold what the manifest says; they differ in {odd[:5]}.")
+
+
+def _hash_file(path: Path) -> tuple[int, str]:
+    """Size and SHA-256 of a file, read piece by piece."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return file.tell(), digest.hexdigest()
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors that share memory, which safetensors refuses to write."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if tensor.numel() and address in seen else tensor
+        seen.add(address)
+    return result

@@ -1,0 +1,295 @@
+"""Artifacts of whole models: saved, loaded, decoded, put back into models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright._utils.parametrization import parametrize_tensor
+from bitwright.artifact import Artifact, ArtifactError, DenseTensor, compress_tensor, pack_model
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity
+
+from .strategies import observed
+
+
+class Net(nn.Module):
+    """A convolution, a norm with buffers, an embedding, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.fc = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.arange(8.0))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).transpose(1, 2)
+        x = self.norm(self.conv(x)).transpose(1, 2)
+        return self.head(self.fc(torch.relu(x)) + self.offset)
+
+
+TOKENS = torch.arange(20).reshape(2, 10) % 16
+
+
+def prepared_net(spec=None, activations=False, seed=0):
+    """A prepared network, with the float network it came from."""
+    torch.manual_seed(seed)
+    net = Net().eval()
+    net.norm.running_mean.normal_()
+    spec = spec or QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=4))
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_state_spec={"weight": spec},
+            **({} if activations else {"op_input_spec": None, "op_output_spec": None}),
+        ),
+        execution_mode="eager",
+    )
+    original = copy.deepcopy(net)
+    quantizer = Quantizer(net, config)
+    prepared = quantizer.prepare((TOKENS,))
+    return prepared, original, quantizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    prepared, original, quantizer = prepared_net(activations=True)
+    folder = tmp_path_factory.mktemp("artifact") / "net"
+    artifact = Artifact.from_model(prepared, config=quantizer._config, plan=quantizer._plan)
+    artifact.save(folder)
+    return folder, artifact, prepared, original
+
+
+def test_decodes_to_the_weights_of_the_prepared_model(saved):
+    """Every compressed weight, also through its other names."""
+    _, artifact, prepared, _ = saved
+    assert set(artifact.compressed) == {"embed.weight", "conv.weight", "fc.weight"}
+    assert artifact.aliases == {"head.weight": "embed.weight"}
+    for name in (*artifact.compressed, *artifact.aliases):
+        assert torch.equal(artifact.decode(name), prepared.get_submodule(name[: -len(".weight")]).weight)
+
+
+def test_what_is_not_compressed_is_there_as_it_is(saved):
+    _, artifact, _, original = saved
+    dense = {name: tensor for name, tensor in original.state_dict().items() if not name.endswith("weight")}
+    assert {"norm.running_mean", "norm.num_batches_tracked", "offset", "conv.bias"} <= dense.keys()
+    for name, tensor in dense.items():
+        assert isinstance(artifact[name], DenseTensor)
+        assert torch.equal(artifact.decode(name), tensor)
+    assert "scratch" not in artifact
+
+
+def test_comes_back_from_disk_unchanged(saved):
+    folder, artifact, _, _ = saved
+    loaded = Artifact.load(folder)
+    assert list(loaded) == list(artifact)
+    assert loaded.aliases == artifact.aliases
+    assert loaded.config == artifact.config
+    assert loaded.plan == artifact.plan
+    assert loaded.nbytes == artifact.nbytes
+    for name in artifact:
+        assert loaded[name].layout == artifact[name].layout
+        assert loaded.decode(name).dtype == artifact.decode(name).dtype
+        assert torch.equal(loaded.decode(name), artifact.decode(name))
+    assert loaded.activations.keys() == artifact.activations.keys()
+    for name, activation in artifact.activations.items():
+        assert loaded.activations[name].layout == activation.layout
+        for part in activation.parts:
+            assert torch.equal(loaded.activations[name].parts[part], activation.parts[part])
+
+
+def test_the_config_on_disk_builds_the_same_config(saved):
+    """A model can be prepared again with what the artifact says."""
+    folder, _, _, _ = saved
+    again = QuantizerConfig.from_dict({"quantization_config": Artifact.load(folder).config})
+    spec = again.global_config.op_state_spec["weight"]
+    assert (spec.dtype, spec.granularity) == (torch.int4, PerBlockGranularity(axis=1, block_size=4))
+
+
+def test_size_on_disk_is_the_size_that_the_plan_predicts(saved):
+    """Tensor bytes in the files are those of the plan plus the dense rest, without padding."""
+    folder, artifact, _, _ = saved
+    data = 0
+    for path in folder.glob("*.safetensors"):
+        header = int.from_bytes(path.read_bytes()[:8], "little")
+        data += path.stat().st_size - 8 - header
+    activations = sum(p.nbytes for a in artifact.activations.values() for p in a.parts.values())
+    assert data == artifact.nbytes + activations
+    compressed = sum(
+        row["compressed_bytes"] for row in artifact.plan["rows"] if row["kind"] == "weight" and row["spec"]
+    )
+    assert artifact.compressed_nbytes == compressed
+
+
+@pytest.mark.parametrize("dtype", ["int3", "uint5", "int1", "float4_e2m1fn_x2", "float8_e5m2"])
+def test_plan_predicts_the_size_for_odd_formats(dtype):
+    scale = "float8_e8m0fnu" if dtype.startswith("float4") else None
+    spec = QuantizationSpec(dtype=dtype, granularity=PerBlockGranularity(axis=1, block_size=4), scale_dtype=scale)
+    prepared, _, quantizer = prepared_net(spec)
+    assert Artifact.from_model(prepared).compressed_nbytes == quantizer._plan.compressed_bytes
+
+
+def test_load_into_gives_the_prepared_model_without_simulators(saved):
+    folder, _, prepared, original = saved
+    model = Artifact.load(folder).load_into(copy.deepcopy(original))
+    reference, _, _ = prepared_net()
+    assert torch.equal(model(TOKENS), reference(TOKENS))
+    assert model.head.weight is model.embed.weight
+
+
+def test_packed_model_keeps_weights_packed_and_computes_the_same(saved):
+    folder, artifact, _, original = saved
+    model = Artifact.load(folder).packed_model(copy.deepcopy(original))
+    reference, _, _ = prepared_net()
+    assert torch.equal(model(TOKENS), reference(TOKENS))
+    held = sum(t.nbytes for t in {t.data_ptr(): t for t in model.state_dict().values()}.values())
+    assert held == artifact.nbytes
+    assert model.head.parametrizations.weight[0] is model.embed.parametrizations.weight[0]
+
+
+def test_packed_model_on_the_meta_device():
+    """A model too large for memory is built without storage, then given its packed weights."""
+    prepared, _, _ = prepared_net()
+    artifact = Artifact.from_model(prepared)
+    with torch.device("meta"):
+        empty = Net()
+    model = artifact.packed_model(empty)
+    model.scratch = torch.zeros(3)
+    assert torch.equal(model(TOKENS), prepared(TOKENS))
+
+
+def test_pack_model_keeps_activation_simulators():
+    """A prepared W4A8 model computes the same after its weights were packed."""
+    prepared, _, _ = prepared_net(activations=True)
+    expected = prepared(TOKENS)
+    assert torch.equal(pack_model(prepared)(TOKENS), expected)
+
+
+def test_a_w4_model_takes_at_most_a_fifth_of_float32():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    dense = sum(p.nbytes for p in net.parameters())
+    quantizer = Quantizer(net, QuantizerConfig.presets.w4_per_block(execution_mode="eager"))
+    model = pack_model(quantizer.prepare((torch.randn(1, 256),)))
+    held = sum(t.nbytes for t in model.state_dict().values())
+    assert held <= 0.2 * dense
+
+
+def test_half_precision_and_back():
+    """``.to`` moves what is decoded to, not the packed numbers."""
+    prepared, _, _ = prepared_net()
+    model = pack_model(prepared)
+    expected = model.fc.weight.clone()
+    model.half()
+    assert model.fc.weight.dtype == torch.float16
+    assert model.fc.parametrizations.weight[0].scale.dtype == torch.float32
+    model.float()
+    assert torch.equal(model.fc.weight, expected)
+
+
+def test_saving_to_a_folder_that_is_not_empty_is_refused(saved, tmp_path):
+    _, artifact, _, _ = saved
+    (tmp_path / "something").write_text("here")
+    with pytest.raises(FileExistsError):
+        artifact.save(tmp_path)
+    with pytest.raises(NotADirectoryError):
+        artifact.save(tmp_path / "something")
+
+
+def test_many_files_hold_the_same_as_one(saved, tmp_path):
+    """The writer begins a new file at the limit; reading does not depend on it."""
+    _, artifact, _, _ = saved
+    artifact.save(tmp_path / "many", shard_bytes=64)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
+    loaded = Artifact.load(tmp_path / "many")
+    for name in artifact:
+        assert torch.equal(loaded.decode(name), artifact.decode(name))
+
+
+def test_lazy_artifacts_hold_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """Saving a lazy artifact never has more tensors alive than fit in one file."""
+    prepared, _, _ = prepared_net()
+    artifact = Artifact.from_model(prepared, lazy=True)
+    compressed = []
+    monkeypatch.setattr(
+        "bitwright.artifact.artifact.compress_tensor",
+        lambda *a: compressed.append(a[2]) or compress_tensor(*a),
+    )
+    artifact.save(tmp_path / "lazy", shard_bytes=1)
+    assert compressed == ["embed.weight", "conv.weight", "fc.weight"]
+    assert torch.equal(Artifact.load(tmp_path / "lazy").decode("fc.weight"), prepared.fc.weight)
+
+
+def test_an_artifact_does_not_change_with_the_model():
+    prepared, _, _ = prepared_net()
+    artifact = Artifact.from_model(prepared)
+    before = {name: artifact.decode(name).clone() for name in artifact}
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.add_(1)
+    for name, value in before.items():
+        assert torch.equal(artifact.decode(name), value)
+
+
+def test_a_model_of_another_kind_is_refused_unchanged(saved):
+    folder, artifact, _, original = saved
+    other = copy.deepcopy(original)
+    other.fc = nn.Linear(8, 4)
+    other.more = nn.Linear(2, 2)
+    before = copy.deepcopy(other.state_dict())
+    for method in (artifact.load_into, artifact.packed_model):
+        with pytest.raises(ArtifactError, match=r"more\.bias.*fc\.weight \(4, 8\) instead of \(8, 8\)"):
+            method(other)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_from_model_leaves_the_model_alone(saved):
+    _, _, prepared, _ = saved
+    before = copy.deepcopy(prepared.state_dict())
+    Artifact.from_model(prepared)
+    after = prepared.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weight_norm_before_prepare_is_decoded_through():
+    """A parametrization that was there before compression is part of what is stored."""
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
+    parametrize_tensor(net[0], "weight", observed(QuantizationSpec(dtype="int4"), net[0].weight))
+    artifact = Artifact.from_model(net)
+    assert artifact.compressed == ("0.weight",)
+    assert torch.equal(artifact.decode("0.weight"), net[0].weight)
+
+
+def test_weight_norm_without_compression_is_stored_as_it_is():
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
+    artifact = Artifact.from_model(net)
+    assert set(artifact) == set(net.state_dict())
+    other = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
+    assert torch.equal(artifact.load_into(other)[0].weight, net[0].weight)
+
+
+def test_weight_norm_after_prepare_is_refused_by_name():
+    prepared, _, _ = prepared_net()
+    nn.utils.parametrize.register_parametrization(prepared.fc, "weight", nn.Identity())
+    with pytest.raises(ArtifactError, match=r"fc\.weight.*Identity was registered after"):
+        Artifact.from_model(prepared)
+
+
+def test_manifest_holds_versions_and_layouts_in_plain_json(saved):
+    folder, _, _, _ = saved
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["format"] == "bitwright-artifact"
+    assert manifest["versions"]["torch"] == torch.__version__
+    layout = manifest["tensors"]["fc.weight"]["layout"]
+    assert (layout["kind"], layout["format"], layout["block_size"]) == ("quantized", "int4", [1, 4])
+    assert {"manifest.json"} | {entry["name"] for entry in manifest["files"]} == set(os.listdir(folder))

@@ -1,0 +1,216 @@
+"""Whatever happens to the files, the answer is an error: never a wrong tensor, never code run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bitwright.artifact import Artifact, ArtifactError
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4, bias=False))
+    quantizer = Quantizer(net, QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((torch.randn(2, 16),))
+    folder = tmp_path_factory.mktemp("damage") / "good"
+    Artifact.from_model(prepared, config=quantizer._config).save(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(artifact, tmp_path):
+    shutil.copytree(artifact, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def _read_everything(folder):
+    loaded = Artifact.load(folder)
+    return {name: loaded.decode(name) for name in loaded}
+
+
+def _files(folder):
+    return sorted(folder.iterdir())
+
+
+def test_the_undamaged_copy_loads(copy):
+    assert len(_read_everything(copy)) == 3
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_any_single_bit_flip_is_found(artifact, tmp_path, which):
+    """A few hundred positions, every region of both files, all eight bits."""
+    path = _files(artifact)[which]
+    data = path.read_bytes()
+    rng = random.Random(which)
+    work = tmp_path / "flip"
+    shutil.copytree(artifact, work)
+    for position in sorted(rng.sample(range(len(data)), 250)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << rng.randrange(8)
+        (work / path.name).write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            _read_everything(work)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_any_truncation_or_growth_is_found(artifact, tmp_path, which):
+    path = _files(artifact)[which]
+    data = path.read_bytes()
+    work = tmp_path / "cut"
+    shutil.copytree(artifact, work)
+    for changed in [data[:n] for n in range(0, len(data), max(1, len(data) // 60))] + [data + b"\0", data + b"}"]:
+        (work / path.name).write_bytes(changed)
+        with pytest.raises(ArtifactError):
+            _read_everything(work)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_missing_files_are_named(copy, which):
+    path = _files(copy)[which]
+    path.unlink()
+    with pytest.raises(ArtifactError, match=path.name.replace(".", r"\.")):
+        Artifact.load(copy)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(ArtifactError, match="is no artifact"):
+        Artifact.load(tmp_path / "nothing")
+
+
+def _rewrite(folder, change):
+    """Change the manifest and give it a digest that fits, as somebody hostile would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    manifest["digest"] = "0" * 64
+    text = json.dumps(manifest)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(text.replace("0" * 64, digest))
+
+
+def _layout(manifest, name="0.weight"):
+    return manifest["tensors"][name]["layout"]
+
+
+HOSTILE = {
+    "future version": lambda m: m.update(format_version=2),
+    "version as bool": lambda m: m.update(format_version=True),
+    "other format": lambda m: m.update(format="something"),
+    "unknown field": lambda m: m.update(hook="os.system"),
+    "unknown field in a layout": lambda m: _layout(m).update(reduce="x"),
+    "unknown kind": lambda m: _layout(m).update(kind="pickled"),
+    "unknown number format": lambda m: _layout(m).update(format="int9"),
+    "unknown dtype": lambda m: _layout(m, "0.bias").update(dtype="object"),
+    "path outside": lambda m: m["files"][0].update(name="../evil.safetensors"),
+    "absolute path": lambda m: m["files"][0].update(name="/etc/passwd.safetensors"),
+    "pickle file": lambda m: m["files"][0].update(name="weights.pt"),
+    "file twice": lambda m: m["files"].append(m["files"][0]),
+    "file that is not there": lambda m: m["tensors"]["0.weight"].update(file=7),
+    "negative file number": lambda m: m["tensors"]["0.weight"].update(file=-1),
+    "negative size": lambda m: _layout(m).update(shape=[-8, -16]),
+    "other shape": lambda m: _layout(m).update(shape=[16, 8], block_size=[16, 1]),
+    "huge shape": lambda m: _layout(m).update(shape=[1 << 40, 1 << 40]),
+    "too many dimensions": lambda m: _layout(m).update(shape=[1] * 64),
+    "fractional size": lambda m: _layout(m).update(shape=[8.0, 16.0]),
+    "size as text": lambda m: _layout(m).update(shape=["8", "16"]),
+    "blocks that do not divide": lambda m: _layout(m).update(block_size=[3, 16]),
+    "blocks of nothing": lambda m: _layout(m).update(block_size=[0, 0]),
+    "codes of another range": lambda m: _layout(m).update(quant_min=-300),
+    "empty range": lambda m: _layout(m).update(quant_min=100, quant_max=100),
+    "zero point out of range": lambda m: _layout(m).update(zero_point=200),
+    "mask that is not there": lambda m: _layout(m).update(kept=3),
+    "part that is not there": lambda m: _layout(m).update(zero_point=None),
+    "minval that is not there": lambda m: _layout(m).update(formulation="minval", zero_point=None),
+    "alias of nothing": lambda m: m["aliases"].update(x="nothing"),
+    "alias that hides": lambda m: m["aliases"].update({"0.weight": "1.weight"}),
+    "tensor left out": lambda m: m["tensors"].pop("0.bias"),
+    "tensor without parts": lambda m: m["tensors"].update(extra={"file": 0, "layout": _layout(m)}),
+    "infinite number": lambda m: _layout(m).update(quant_max=float("inf")),
+    "not a list of files": lambda m: m.update(files={}),
+    "activation out of range": lambda m: next(iter(m["activations"].values()))["layout"].update(quant_max=1 << 20),
+    "activation of an unknown format": lambda m: next(iter(m["activations"].values()))["layout"].update(format="x"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifests_are_refused(copy, name):
+    _rewrite(copy, HOSTILE[name])
+    with pytest.raises(ArtifactError):
+        _read_everything(copy)
+
+
+def _exchange(folder, change):
+    """Change a tensor file and make the manifest's hash fit."""
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    data = path.read_bytes()
+
+    def update(manifest):
+        manifest["files"][0].update(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    _rewrite(folder, update)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t["0.weight/scale"].fill_(float("nan")),
+        lambda t: t["0.weight/scale"].mul_(-1),
+        lambda t: t.update({"0.weight/scale": t["0.weight/scale"].double()}),
+        lambda t: t.update({"0.weight/codes": t["0.weight/codes"].view(torch.uint8)}),
+        lambda t: t.update({"0.weight/codes": t["0.weight/codes"].reshape(16, 8)}),
+        lambda t: t.update({"0.weight/more": torch.zeros(1)}),
+        lambda t: t.pop("0.bias/values"),
+        lambda t: next(v for k, v in t.items() if k.startswith("activations/") and k.endswith("scale")).zero_(),
+        lambda t: next(v for k, v in t.items() if k.endswith("/zero_point")).fill_(1000),
+    ],
+)
+def test_hostile_tensors_are_refused(copy, change):
+    _exchange(copy, change)
+    with pytest.raises(ArtifactError):
+        _read_everything(copy)
+
+
+def test_a_pickle_in_place_of_tensors_is_never_loaded(copy, tmp_path):
+    marker = tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self):
+            return marker.write_text, ("x",)
+
+    path = next(copy.glob("*.safetensors"))
+    path.write_bytes(pickle.dumps(Bomb()))
+    data = path.read_bytes()
+    _rewrite(copy, lambda m: m["files"][0].update(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    with pytest.raises(ArtifactError):
+        _read_everything(copy)
+    assert not marker.exists()
+
+
+def test_deeply_nested_json_is_refused(copy):
+    (copy / "manifest.json").write_text('{"format":"bitwright-artifact","format_version":1,"x":' + "[" * 200000)
+    with pytest.raises(ArtifactError):
+        Artifact.load(copy)
+
+
+def test_random_bytes_are_refused(copy):
+    rng = random.Random(0)
+    for path in _files(copy):
+        original = path.read_bytes()
+        for size in (0, 1, 8, 100, 5000):
+            path.write_bytes(rng.randbytes(size))
+            with pytest.raises(ArtifactError):
+                _read_everything(copy)
+        path.write_bytes(original)
