@@ -326,8 +326,9 @@ def observe_running_and_fake_quantize(
     state = (running_min, running_max, scale, zero_point, minval)
     if form is not reference:
         reference.check_scheme(grid, scheme, scale_dtype)
-        if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in state):
-            form = reference
+        for kept in state:
+            if kept is not None and not (kept.is_contiguous() and kept.device == x.device):
+                form = reference
     y: torch.Tensor = form.observe_running_and_fake_quantize(
         x, *state, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
         averaging_constant=averaging_constant, restart=restart, quantize=quantize,

@@ -416,7 +416,7 @@ def check_running(
 ) -> None:
     """Raise ``ValueError`` when a running range has not one entry of the dtype per block."""
     for name, running in (("running_min", running_min), ("running_max", running_max)):
-        if tuple(running.shape) != tuple(counts) or running.dtype != dtype:
+        if running.shape != counts or running.dtype != dtype:
             raise ValueError(
                 f"{name} has shape {tuple(running.shape)} and dtype {running.dtype}, but the tensor's blocks need "
                 f"shape {tuple(counts)} and dtype {dtype}. Reset the observer before it sees tensors of another shape "

@@ -16,7 +16,7 @@ import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 
-__all__ = ["compiled", "inlined", "unsupported_reason"]
+__all__ = ["called", "compiled", "inlined", "unsupported_reason"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,13 @@ def unsupported_reason() -> str | None:
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that only compiled functions call. Division by zero follows IEEE 754."""
+    """Compile a function into the compiled functions that call it. Division by zero follows IEEE 754."""
+    built: Callable[P, R] = numba.njit(error_model="numpy", forceinline=True)(function)
+    return built
+
+
+def called(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that compiled functions call and that is not worth inlining."""
     built: Callable[P, R] = numba.njit(error_model="numpy")(function)
     return built
 

@@ -14,9 +14,9 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.reference import check_running
 
 from .layout import Layout, layout_of
-from .loops import CODES, FAKE, VALUES, accumulate, map_part, mask_part
+from .loops import CODES, FAKE, HIGHEST, LOWEST, VALUES, accumulate, map_part, mask_part
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
-from .ranges import choose_part, finish, join, observe_rows
+from .ranges import choose_part, extremes, finish, observe_rows
 from .threads import run_parts, thread_count
 
 __all__ = ["choose_qparams", "dequantize", "fake_quantize", "min_max", "observe_and_fake_quantize", "quantize"]
@@ -215,43 +215,70 @@ def dequantize(
     return values
 
 
-def _accumulate(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, int]:
-    """Order keys of the blocks' extremes, shape (2, parts, blocks), and the number of parts."""
-    parts = min(_parts(layout), layout.rows)
-    shared = parts == 1 or layout.disjoint >= parts
-    keys = torch.empty((2, 1 if shared else parts, layout.blocks), dtype=torch.int32)
-    keys[0].fill_((1 << 31) - 1)
-    keys[1].fill_(-(1 << 31))
+def _keys(x: torch.Tensor, layout: Layout, parts: int) -> torch.Tensor:
+    """Order keys of the blocks' extremes, found by several threads: shape (2, sets, blocks).
+
+    Threads share one set of keys where they work on different blocks, else each has its own.
+    """
+    sets = 1 if layout.disjoint >= parts else min(parts, layout.rows)
+    keys = torch.empty((2, sets, layout.blocks), dtype=torch.int32)
+    keys[0].fill_(HIGHEST)
+    keys[1].fill_(LOWEST)
     arguments = (x.data_ptr(), DTYPES[x.dtype], layout.address)
-    if shared:
-        group = layout.rows // layout.disjoint
-        lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
+    lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
+    units = layout.disjoint if sets == 1 else sets
 
-        def groups(begin: int, end: int) -> None:
-            accumulate(*arguments, lows, highs, begin * group, end * group)
+    def work(begin: int, end: int) -> None:
+        first, last = layout.rows * begin // units, layout.rows * end // units
+        # With a set of its own a part is a single unit.
+        shift = 0 if sets == 1 else 4 * begin * layout.blocks
+        accumulate(*arguments, lows + shift, highs + shift, first, last)
 
-        run_parts(groups, (), layout.disjoint, parts, (x, keys))
-    else:
-
-        def separate(begin: int, end: int) -> None:
-            for part in range(begin, end):
-                accumulate(
-                    *arguments, keys[0, part].data_ptr(), keys[1, part].data_ptr(),
-                    layout.rows * part // parts, layout.rows * (part + 1) // parts,
-                )  # fmt: skip
-
-        run_parts(separate, (), parts, parts, (x, keys))
-    return keys, keys.shape[1]
+    run_parts(work, (), units, parts, (x, keys))
+    return keys
 
 
 def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.min_max``."""
     dense, order = _dense(x.detach())
     layout = layout_of(dense.shape, order, block_size)
-    keys, parts = _accumulate(dense, layout)
-    join(keys[0].data_ptr(), keys[1].data_ptr(), parts, layout.blocks)
-    low, high = keys[:, 0].view(torch.float32).view(2, *layout.counts).unbind(0)
+    parts = _parts(layout)
+    if parts == 1:
+        low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
+    else:
+        keys = _keys(dense, layout, parts)
+        sets = keys.shape[1]
+        low, high = keys.view(torch.float32)[:, 0].view(2, *layout.counts).unbind(0)
+    extremes(
+        dense.data_ptr() if parts == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
+        sets, layout.blocks,
+    )  # fmt: skip
     return low.to(x.dtype), high.to(x.dtype)
+
+
+def _finish(
+    x: torch.Tensor,
+    layout: Layout,
+    grid: NativeGrid,
+    scheme: int,
+    made: Parameters,
+    running: tuple[int, float, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Find the ranges of the blocks, update the running range if there is one, and write the parameters."""
+    scale, zero_point, minval = made
+    parts = _parts(layout)
+    source, lows, highs, sets = x.data_ptr(), 0, 0, 1
+    if parts > 1:
+        keys = _keys(x, layout, parts)
+        source, lows, highs, sets = 0, keys[0].data_ptr(), keys[1].data_ptr(), keys.shape[1]
+    mode, constant, running_lows, running_highs = 0, 0.0, 0, 0
+    if running is not None:
+        mode, constant = running[:2]
+        running_lows, running_highs = running[2].data_ptr(), running[3].data_ptr()
+    finish(
+        source, layout.address, lows, highs, sets, layout.blocks, DTYPES[x.dtype], mode, constant,
+        running_lows, running_highs, scheme, grid.address, scale.data_ptr(), _address(zero_point), _address(minval),
+    )  # fmt: skip
 
 
 def _new_parameters(counts: tuple[int, ...], integer: bool) -> Parameters:
@@ -323,14 +350,15 @@ def _observe(
         )  # fmt: skip
         run_parts(observe_rows, arguments, layout.rows, parts, (x, y, mask, made))
     else:
-        keys, joined = _accumulate(x, layout)
-        finish(
-            keys[0].data_ptr(), keys[1].data_ptr(), joined, layout.blocks, dtype, 0, 0.0, 0, 0, scheme,
-            grid.address, *outputs,
-        )  # fmt: skip
-        point, origin = (None, minval) if grid.minval else (zero_point, None)
-        _map(FAKE, x, y, mask, _Prepared(scale, point, origin, layout, grid))
+        _finish(x, layout, grid, scheme, made)
+        _map(FAKE, x, y, mask, _used(made, layout, grid))
     return y
+
+
+def _used(made: Parameters, layout: Layout, grid: NativeGrid) -> _Prepared:
+    """The parameters that the grid's formulation uses."""
+    scale, zero_point, minval = made
+    return _Prepared(scale, None if grid.minval else zero_point, minval if grid.minval else None, layout, grid)
 
 
 def observe_running_and_fake_quantize(
@@ -349,19 +377,24 @@ def observe_running_and_fake_quantize(
     restart: bool = False,
     quantize: bool = True,
 ) -> torch.Tensor:
-    """``reference.observe_running_and_fake_quantize``; the caller has checked scheme, devices and contiguity."""
+    """``reference.observe_running_and_fake_quantize``; the caller has checked the scheme."""
+    made = (scale, zero_point, minval)
     dense, order = _dense(x)
     layout = layout_of(dense.shape, order, block_size)
     check_running(layout.counts, x.dtype, running_min, running_max)
     native = native_grid(grid)
-    keys, parts = _accumulate(dense, layout)
     mode = 0 if restart else 2 if averaging_constant is None else 1
-    finish(
-        keys.data_ptr(), keys.data_ptr() + 4 * parts * layout.blocks, parts, layout.blocks, DTYPES[x.dtype],
-        mode, averaging_constant or 0.0, running_min.data_ptr(), running_max.data_ptr(),
-        scheme_code(grid, scheme, scale_dtype), native.address,
-        scale.data_ptr(), _address(zero_point), _address(minval),
-    )  # fmt: skip
+    code = scheme_code(grid, scheme, scale_dtype)
+    _finish(dense, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
     if not quantize:
         return x
-    return fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+
+    def forward(mask: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_like(dense)
+        _map(FAKE, dense, y, mask, _used(made, layout, native))
+        return y
+
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _StraightThrough.apply(x, forward, layout)  # type: ignore[no-untyped-call]
+        return result
+    return forward(None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .arithmetic import clamp, code_of_float, code_of_integer, load, order_key, store
-from .compiling import compiled, inlined
+from .compiling import called, compiled, inlined
 from .lanes import (
     LANES,
     Lanes,
@@ -50,6 +50,7 @@ __all__ = [
     "map_rows",
     "mask_part",
     "range_of_row",
+    "widen",
 ]
 
 FAKE, CODES, VALUES = 0, 1, 2
@@ -89,41 +90,45 @@ def copy(source: int, target: int, size: int) -> None:
 
 
 @inlined
-def staged(source: int, buffer: int, size: int, whole: int) -> int:
-    """Where a whole vector can be read: ``source``, or the buffer with the last ``size`` bytes copied into it."""
-    if whole:
-        return source
+def staged(source: int, buffer: int, size: int) -> int:
+    """Where a whole vector can be read: the buffer, with the last ``size`` bytes copied into it."""
     copy(source, buffer, size)
     return buffer
 
 
 @inlined
 def step(
-    op: int,
-    x: int,
-    in_dtype: int,
-    y: int,
-    out_dtype: int,
-    mask: int,
-    scale: Lanes,
-    offset: Lanes,
-    origin: Lanes,
-    grid: int,
-) -> None:
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int,
+    scale: Lanes, offset: Lanes, origin: Lanes, low: Lanes, high: Lanes, integer: int, smallest: int, anchor: int,
+) -> None:  # fmt: skip
     """Map sixteen elements; ``mask`` is where their bits go, or 0."""
-    integer = peek_i32(grid)
     codes = load(x, in_dtype)
     if op != VALUES:
-        low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
         unclamped = code_of_integer(codes, scale, offset, origin) if integer else codes / scale
         if mask != 0:
             store_mask(mask, (low <= unclamped) & (unclamped <= high))
         codes = clamp(unclamped, low, high)
         if not integer:
-            codes = code_of_float(codes, peek_i32(grid + 16), peek_i32(grid + 20))
+            codes = code_of_float(codes, smallest, anchor)
     if op != CODES:
         codes = (codes - offset) * scale + origin if integer else codes * scale
     store(y, codes, out_dtype)
+
+
+@called
+def last_step(
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int,
+    scale: Lanes, offset: Lanes, origin: Lanes, low: Lanes, high: Lanes, integer: int, smallest: int, anchor: int,
+    count: int, buffer: int,
+) -> None:  # fmt: skip
+    """``step`` for fewer than sixteen elements; ``buffer`` has room for two vectors."""
+    source = staged(x, buffer, count * element_bytes(in_dtype))
+    target = buffer + _VECTOR
+    step(
+        op, source, in_dtype, target, out_dtype, mask,
+        scale, offset, origin, low, high, integer, smallest, anchor,
+    )  # fmt: skip
+    copy(target, y, count * element_bytes(out_dtype))
 
 
 @inlined
@@ -131,12 +136,16 @@ def map_rows(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
     table: int, grid: int, begin: int, end: int, buffer: int,
 ) -> None:  # fmt: skip
-    """Map rows ``begin`` to ``end``; ``buffer`` has room for five vectors."""
+    """Map rows ``begin`` to ``end``; ``buffer`` has room for two vectors."""
     length, per_element = peek_i64(table + 8), peek_i64(table + 16)
     words = (length + LANES - 1) // LANES
+    whole = length - length % LANES
     in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
+    # Read before the loop: for all that the compiler knows, writing the output could change the table.
+    integer, smallest, anchor = peek_i32(grid), peek_i32(grid + 16), peek_i32(grid + 20)
+    low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
     nothing = splat(np.float32(0))
-    fixed = splat(peek_f32(grid + 8)) if origins != 0 else nothing
+    fixed = low if origins != 0 else nothing
     for row in range(begin, end):
         block = 4 * block_of_row(table, row)
         scale, offset, origin = splat(peek_f32(scales + block)), fixed, nothing
@@ -144,24 +153,35 @@ def map_rows(
             offset = splat(np.float32(peek_i32(points + block)))
         if origins != 0:
             origin = splat(peek_f32(origins + block))
-        for word in range(words):
-            first = word * LANES
-            count = length - first
-            whole = count >= LANES
+        here = row * length
+        bits = mask + 2 * row * words if mask != 0 else 0
+        for first in range(0, whole, LANES):
             if per_element != 0:
-                here = block + 4 * first
-                scale = load_f32(staged(scales + here, buffer + 2 * _VECTOR, 4 * count, whole))
+                scale = load_f32(scales + block + 4 * first)
                 if points != 0:
-                    offset = to_float(load_i32(staged(points + here, buffer + 3 * _VECTOR, 4 * count, whole)))
+                    offset = to_float(load_i32(points + block + 4 * first))
                 if origins != 0:
-                    origin = load_f32(staged(origins + here, buffer + 4 * _VECTOR, 4 * count, whole))
-            at = row * length + first
-            source = staged(x + at * in_bytes, buffer, count * in_bytes, whole)
-            target = y + at * out_bytes if whole else buffer + _VECTOR
-            bits = mask + 2 * (row * words + word) if mask != 0 else 0
-            step(op, source, in_dtype, target, out_dtype, bits, scale, offset, origin, grid)
-            if not whole:
-                copy(target, y + at * out_bytes, count * out_bytes)
+                    origin = load_f32(origins + block + 4 * first)
+            at = here + first
+            step(
+                op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
+                scale, offset, origin, low, high, integer, smallest, anchor,
+            )  # fmt: skip
+            if mask != 0:
+                bits += 2
+        if whole < length:
+            rest = length - whole
+            if per_element != 0:
+                scale = load_f32(staged(scales + block + 4 * whole, buffer, 4 * rest))
+                if points != 0:
+                    offset = to_float(load_i32(staged(points + block + 4 * whole, buffer, 4 * rest)))
+                if origins != 0:
+                    origin = load_f32(staged(origins + block + 4 * whole, buffer, 4 * rest))
+            at = here + whole
+            last_step(
+                op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
+                scale, offset, origin, low, high, integer, smallest, anchor, rest, buffer,
+            )  # fmt: skip
 
 
 @inlined
@@ -194,10 +214,13 @@ def map_flat(
     """Map the vectors ``begin`` to ``end`` of the flat tensor; ``buffer`` has room for two vectors."""
     last = min(peek_i64(table) * peek_i64(table + 8), end * LANES)
     in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
+    # Read before the loop: for all that the compiler knows, writing the output could change the table.
+    integer, smallest, anchor = peek_i32(grid), peek_i32(grid + 16), peek_i32(grid + 20)
+    low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
     nothing = splat(np.float32(0))
-    fixed = splat(peek_f32(grid + 8)) if origins != 0 else nothing
+    fixed = low if origins != 0 else nothing
     tile = np.empty((3, _TILE + LANES), np.float32)
-    tile_scales = tile.ctypes.data
+    tile_scales = np.int64(tile.ctypes.data)
     tile_points = tile_scales + 4 * (_TILE + LANES)
     tile_origins = tile_points + 4 * (_TILE + LANES)
     for start in range(begin * LANES, last, _TILE):
@@ -212,14 +235,17 @@ def map_flat(
             offset = to_float(load_i32(tile_points + 4 * inside)) if points != 0 else fixed
             origin = load_f32(tile_origins + 4 * inside) if origins != 0 else nothing
             at = start + inside
-            count = size - inside
-            whole = count >= LANES
-            source = staged(x + at * in_bytes, buffer, count * in_bytes, whole)
-            target = y + at * out_bytes if whole else buffer + _VECTOR
             bits = mask + at // 8 if mask != 0 else 0
-            step(op, source, in_dtype, target, out_dtype, bits, scale, offset, origin, grid)
-            if not whole:
-                copy(target, y + at * out_bytes, count * out_bytes)
+            if inside + LANES <= size:
+                step(
+                    op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
+                    scale, offset, origin, low, high, integer, smallest, anchor,
+                )  # fmt: skip
+            else:
+                last_step(
+                    op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
+                    scale, offset, origin, low, high, integer, smallest, anchor, size - inside, buffer,
+                )  # fmt: skip
 
 
 @compiled
@@ -244,8 +270,8 @@ def map_part(
         begin: first row, or first vector where the layout is flat.
         end: the row or vector after the last.
     """
-    buffer = np.empty((5, LANES), np.float32)
-    room = buffer.ctypes.data
+    buffer = np.empty((2, LANES), np.float32)
+    room = np.int64(buffer.ctypes.data)
     if peek_i64(table + 24) != 0:
         map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
     else:
@@ -270,16 +296,16 @@ def mask_part(gradient: int, mask: int, out: int, dtype: int, length: int, begin
     row = begin // words
     first = (begin - row * words) * LANES
     buffer = np.empty((2, LANES), np.float32)
-    room = buffer.ctypes.data
+    room = np.int64(buffer.ctypes.data)
     for word in range(begin, end):
         at = size * (row * length + first)
+        factors = from_mask(load_mask(mask + 2 * word))
         count = length - first
-        whole = count >= LANES
-        source = staged(gradient + at, room, size * count, whole)
-        target = out + at if whole else room + _VECTOR
-        store(target, load(source, dtype) * from_mask(load_mask(mask + 2 * word)), dtype)
-        if not whole:
-            copy(target, out + at, size * count)
+        if count >= LANES:
+            store(out + at, load(gradient + at, dtype) * factors, dtype)
+        else:
+            store(room + _VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
+            copy(room + _VECTOR, out + at, size * count)
         first += LANES
         if first >= length:
             first = 0
@@ -303,8 +329,8 @@ def range_of_row(x: int, dtype: int, length: int, buffer: int) -> tuple[Scalar, 
     return reduce_min(low), reduce_max(high)
 
 
-@compiled
-def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
+@inlined
+def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
     """Widen the ranges of the blocks by the rows ``begin`` to ``end``.
 
     Args:
@@ -319,7 +345,7 @@ def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int
     length, per_element = peek_i64(table + 8), peek_i64(table + 16)
     size = element_bytes(dtype)
     buffer = np.empty(LANES, np.float32)
-    room = buffer.ctypes.data
+    room = np.int64(buffer.ctypes.data)
     whole = length - length % LANES
     for row in range(begin, end):
         block = 4 * block_of_row(table, row)
@@ -341,3 +367,9 @@ def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int
                 key, here = peek_i32(room + 4 * place), block + 4 * (whole + place)
                 poke_i32(lows + here, min(peek_i32(lows + here), key))
                 poke_i32(highs + here, max(peek_i32(highs + here), key))
+
+
+@compiled
+def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
+    """``widen`` for Python."""
+    widen(x, dtype, table, lows, highs, begin, end)

@@ -32,9 +32,10 @@ from .loops import (
     element_bytes,
     map_rows,
     range_of_row,
+    widen,
 )
 
-__all__ = ["choose_part", "finish", "join", "observe_rows"]
+__all__ = ["choose_part", "extremes", "finish", "observe_rows"]
 
 
 @inlined
@@ -151,30 +152,29 @@ def choose_block(
 
 
 @inlined
-def choose_blocks(
-    lows: int, highs: int, blocks: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int
-) -> None:
-    """Choose the parameters of blocks whose ranges are float32.
-
-    Args:
-        lows: address of the smallest elements.
-        highs: address of the largest.
-        blocks: number of blocks.
-        dtype: dtype in which to compute.
-        scheme: see ``arithmetic.choose``.
-        grid: address of the grid's table.
-        scales: where the float32 scales go.
-        points: where the int32 zero points go, or 0.
-        origins: where the float32 minvals go, or 0.
-    """
+def keys_of(x: int, dtype: int, table: int, lows: int, highs: int, blocks: int) -> None:
+    """Order keys of the extremes of a whole tensor."""
     for block in range(blocks):
-        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
-        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+        poke_i32(lows + 4 * block, np.int32(HIGHEST))
+        poke_i32(highs + 4 * block, np.int32(LOWEST))
+    widen(x, dtype, table, lows, highs, 0, peek_i64(table))
 
 
 @compiled
-def join(lows: int, highs: int, parts: int, blocks: int) -> None:
-    """``join_parts`` for Python."""
+def extremes(x: int, dtype: int, table: int, lows: int, highs: int, parts: int, blocks: int) -> None:
+    """The range of every block as float32.
+
+    Args:
+        x: address of the tensor, or 0 to join the keys that ``accumulate`` left.
+        dtype: its dtype.
+        table: address of the layout's table.
+        lows: address of room for the smallest elements, or of the keys.
+        highs: address of room for the largest elements, or of the keys.
+        parts: number of parts whose keys there are; 1 for a tensor.
+        blocks: number of blocks.
+    """
+    if x != 0:
+        keys_of(x, dtype, table, lows, highs, blocks)
     join_parts(lows, highs, parts, blocks)
 
 
@@ -183,7 +183,20 @@ def choose_part(
     lows: int, highs: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int,
     begin: int, end: int,
 ) -> None:  # fmt: skip
-    """``choose_blocks`` for Python, from block ``begin`` to ``end``."""
+    """Choose the parameters of the blocks ``begin`` to ``end``.
+
+    Args:
+        lows: address of the float32 smallest elements.
+        highs: address of the largest.
+        dtype: dtype in which to compute.
+        scheme: see ``arithmetic.choose``.
+        grid: address of the grid's words.
+        scales: where the float32 scales go.
+        points: where the int32 zero points go, or 0.
+        origins: where the float32 minvals go, or 0.
+        begin: first block.
+        end: the block after the last.
+    """
     for block in range(begin, end):
         low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
         choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
@@ -191,14 +204,40 @@ def choose_part(
 
 @compiled
 def finish(
-    lows: int, highs: int, parts: int, blocks: int, dtype: int, mode: int, constant: Scalar,
+    x: int, table: int, lows: int, highs: int, parts: int, blocks: int, dtype: int, mode: int, constant: float,
     running_lows: int, running_highs: int, scheme: int, grid: int, scales: int, points: int, origins: int,
 ) -> None:  # fmt: skip
-    """``join_parts``, ``track`` (unless ``running_lows`` is 0), ``choose_blocks``."""
+    """From a small tensor, or from the keys that ``accumulate`` left, to the parameters of all blocks.
+
+    Args:
+        x: address of the tensor, or 0 to take the keys at ``lows`` and ``highs``.
+        table: address of the layout's table.
+        lows: see ``join_parts``.
+        highs: see ``join_parts``.
+        parts: see ``join_parts``.
+        blocks: number of blocks.
+        dtype: dtype of the tensor.
+        mode: see ``blend``.
+        constant: see ``blend``.
+        running_lows: address of the running minimum, or 0 for none.
+        running_highs: address of the running maximum.
+        scheme: see ``arithmetic.choose``.
+        grid: address of the grid's words.
+        scales: where the float32 scales go.
+        points: where the int32 zero points go, or 0.
+        origins: where the float32 minvals go, or 0.
+    """
+    keys = np.empty(2 * blocks if x != 0 else 0, np.int32)
+    if x != 0:
+        lows = np.int64(keys.ctypes.data)
+        highs = lows + 4 * blocks
+        keys_of(x, dtype, table, lows, highs, blocks)
     join_parts(lows, highs, parts, blocks)
     if running_lows != 0:
         track(lows, highs, blocks, dtype, mode, constant, running_lows, running_highs)
-    choose_blocks(lows, highs, blocks, dtype, scheme, grid, scales, points, origins)
+    for block in range(blocks):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
 
 
 @compiled
@@ -213,8 +252,8 @@ def observe_rows(
     length = peek_i64(table + 8)
     size = element_bytes(dtype)
     minval = peek_i32(grid + 4)
-    buffer = np.empty((5, LANES), np.float32)
-    room = buffer.ctypes.data
+    buffer = np.empty((2, LANES), np.float32)
+    room = np.int64(buffer.ctypes.data)
     for row in range(begin, end):
         low_key, high_key = range_of_row(x + size * row * length, dtype, length, room)
         low, high = range_of_keys(low_key, high_key)
