@@ -71,7 +71,11 @@ class PlanBuilder:
         state, spec = decision.state, decision.spec
         if not decision.found and (state.tensor.ndim < 2 or not state.is_parameter):
             return  # biases and buffers that nobody asked about
-        resolution = resolve_weight(spec, state, decision.rule) if spec is not None else Resolution(None)
+        resolution = (
+            resolve_weight(spec, state, decision.rule, by_module=decision.by_module)
+            if spec is not None
+            else Resolution(None)
+        )
         note = resolution.note
         if not decision.found:
             note = f"no key of op_state_spec names {' or '.join(map(repr, state.attributes))}"

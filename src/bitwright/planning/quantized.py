@@ -34,15 +34,20 @@ class Resolution:
     problem: Problem | None = None
 
 
-def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str) -> Resolution:
+def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_module: bool = False) -> Resolution:
     """Fill in the axis of a weight's spec from the ops that consume it and check its blocks.
 
     A one-dimensional gain that ops only multiply or add (the weight of an RMS norm) is left alone: quantizing it per
-    channel would give each element a scale of its own.
+    channel would give each element a scale of its own. ``by_module`` says that a ``module_state_spec`` asked for it by
+    name, which is obeyed.
     """
     granularity = spec.granularity
     shape = tuple(state.tensor.shape)
-    if is_elementwise_gain(state) and isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
+    if (
+        not by_module
+        and is_elementwise_gain(state)
+        and isinstance(granularity, PerChannelGranularity | PerBlockGranularity)
+    ):
         return Resolution(None, note="elementwise gain, left as it is")
     if _needs_axis(granularity):
         try:

@@ -36,14 +36,23 @@ class StateDecision:
     module_path: str
     priority: int
 
+    @property
+    def by_module(self) -> bool:
+        """True where a ``module_state_spec`` decided."""
+        return self.priority == _STRONGEST
+
 
 def decide_states(
-    program: Program, rules: ModuleRules, op_rule_of: Callable[[Op], OpRule | None]
+    program: Program,
+    rules: ModuleRules,
+    op_rule_of: Callable[[Op], OpRule | None],
+    keys_of: Callable[[StateTensor, Op], tuple[str, ...]] = state_keys,
 ) -> dict[str, StateDecision]:
     """Return a decision for each floating-point state that a recognised op consumes, by canonical name.
 
     ``module_state_spec`` of any owner (strongest rule first) beats op specs. Among ops, the strongest module rule
-    decides, equally strong ones by the last call. ``op_rule_of`` returns None for an op that is not recognised.
+    decides, equally strong ones by the last call. ``op_rule_of`` returns None for an op that is not recognised, and
+    ``keys_of`` the keys under which a state's spec is looked up in an op's rule.
     """
     decisions: dict[str, StateDecision] = {}
     owned: dict[str, StateDecision | None] = {}
@@ -56,7 +65,7 @@ def decide_states(
             if decision is not None:
                 decisions[state.name] = decision
             elif op_rule is not None:
-                _keep_stronger(decisions, _op_decision(state, op, op_rule))
+                _keep_stronger(decisions, _op_decision(state, op, op_rule, keys_of(state, op)))
     return decisions
 
 
@@ -75,8 +84,8 @@ def _module_state_decision(state: StateTensor, rules: ModuleRules) -> StateDecis
     return None
 
 
-def _op_decision(state: StateTensor, op: Op, op_rule: OpRule) -> StateDecision:
-    match = lookup_spec(op_rule.op_state_spec, state_keys(state, op))
+def _op_decision(state: StateTensor, op: Op, op_rule: OpRule, keys: tuple[str, ...]) -> StateDecision:
+    match = lookup_spec(op_rule.op_state_spec, keys)
     described = f"{op_rule.describe()}.op_state_spec"
     if match.found:
         described += f"[{match.key!r}]"
