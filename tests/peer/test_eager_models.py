@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from _peer import both, requires_peer
 
 _DTYPES = ("int8", "uint8", "int4", "uint4", "int2", "float8_e4m3fn", "float8_e5m2")
