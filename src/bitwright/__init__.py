@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._about import __version__
+from ._plugins import load_plugins as _load_plugins
+from ._versions import check_versions as _check_versions
 from .common import (
     CoreMLExportError,
     DependencyVersionWarning,
@@ -56,3 +58,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_SUBPACKAGES})
+
+
+_check_versions()
+_load_plugins()
