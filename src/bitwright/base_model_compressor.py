@@ -26,6 +26,10 @@ class _Lifecycle(enum.Enum):
     CALIBRATING = "calibrating"
 
 
+_CompressorLifecycle = _Lifecycle
+_MODES = {_Lifecycle.TRAINING: "training_mode", _Lifecycle.CALIBRATING: "calibration_mode"}
+
+
 class _BaseModelCompressor(ABC):
     """Base class of ``Quantizer``, ``KMeansPalettizer`` and ``MagnitudePruner``.
 
@@ -108,7 +112,7 @@ class _BaseModelCompressor(ABC):
     def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:
         if self._lifecycle is not _Lifecycle.IDLE:
             raise RuntimeError(
-                f"Cannot start {state.value}: this {type(self).__name__} is {self._lifecycle.value} already. Modes "
+                f"Cannot enter {_MODES[state]}: this {type(self).__name__} is {self._lifecycle.value} already. Modes "
                 "cannot be nested; leave the outer `with` block first."
             )
         self._lifecycle = state

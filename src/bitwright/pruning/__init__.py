@@ -1,1 +1,9 @@
+"""Pruning: setting unimportant weights to zero."""
 
+from __future__ import annotations
+
+from .config import MagnitudePrunerConfig, ModuleMagnitudePrunerConfig
+from .magnitude_pruner import MagnitudePruner
+from .spec import PruningSpec
+
+__all__ = ["MagnitudePruner", "MagnitudePrunerConfig", "ModuleMagnitudePrunerConfig", "PruningSpec"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 
 from bitwright._utils.spec_utils import PartialConstructor, with_args
+from bitwright.common import CompressionType
 from bitwright.config.spec import CompressionSimulatorBase
 
 from .scheme import PruningScheme, Unstructured, keep_largest
@@ -45,6 +46,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         default_scope: the scope where the spec leaves it open (set by subclasses).
     """
 
+    compression_type: ClassVar[CompressionType] = CompressionType.PRUNING
     input_statistics: ClassVar[InputStatistics] = "none"
     default_scope: ClassVar[Scope] = "tensor"
 
@@ -71,6 +73,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         self.enabled = True
         self._stale = True
         self._sparsity = self.target_sparsity
+        self._steps = 0
         with torch.inference_mode(False):
             self.register_buffer("mask", torch.empty(0, dtype=torch.bool))
             self.register_buffer("input_scale", None)
@@ -103,6 +106,18 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             self._sparsity = sparsity
             self.sparsity_state.fill_(sparsity)
             self._stale = True
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule so far."""
+        return self._steps
+
+    def advance(self) -> None:
+        """Count a step, and follow the schedule if there is one."""
+        self._steps += 1
+        self.step_count.fill_(self._steps)
+        if self.schedule is not None:
+            self.update_sparsity(self._steps)
 
     def update_sparsity(self, step: int) -> None:
         """Bring the sparsity to what the schedule says for ``step``; the mask follows if that is something new.
@@ -169,7 +184,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         for key in optional:
             missing.remove(key)
         if not self.sparsity_state.is_meta:
-            self._sparsity = float(self.sparsity_state)
+            self._sparsity, self._steps = float(self.sparsity_state), int(self.step_count)
         self._stale = self.mask.numel() == 0
 
     def extra_repr(self) -> str:

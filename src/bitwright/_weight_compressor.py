@@ -1,0 +1,213 @@
+"""What ``KMeansPalettizer`` and ``MagnitudePruner`` share: plan, insert, finalize, and the checks around them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from bitwright._utils.parametrization import parametrize_tensor
+from bitwright._utils.weight_simulators import remove_simulator, unique_simulators
+from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _module_mode
+from bitwright.common import ExportBackend
+from bitwright.config.matching import ModuleRules, resolve_module_rules
+from bitwright.config.spec import CompressionSimulatorBase
+from bitwright.planning import Placement, Plan
+from bitwright.planning.report import report_problems
+from bitwright.planning.simulated_states import WeightProgram, trace_weights
+from bitwright.planning.weight_only import WeightTechnique, plan_weights
+
+__all__ = ["InsertedSimulators", "WeightCompressor"]
+
+
+class InsertedSimulators:
+    """The simulators that ``prepare`` put into a model, with the way back.
+
+    Attributes:
+        placed: each simulator with the placement that it came from.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.placed: list[tuple[Any, Placement]] = []
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._undo: list[Callable[[], Any]] = []
+
+    def insert(self, simulator: CompressionSimulatorBase, placement: Placement) -> None:
+        """Put a simulator on every place of its weight."""
+        assert placement.state is not None
+        simulator.tensor_fqn = placement.state.name
+        simulator.train(self._modules[placement.state.owners[0][0]].training)
+        done: set[tuple[int, str]] = set()
+        for path, attribute in placement.state.owners:
+            module = self._modules[path]
+            if (id(module), attribute) not in done:
+                done.add((id(module), attribute))
+                parametrize_tensor(module, attribute, simulator)
+                self._undo.append(partial(remove_simulator, module, attribute, simulator))
+        self.placed.append((simulator, placement))
+
+    def revert(self) -> None:
+        """Put the model back to what it was before."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+class WeightCompressor(_BaseModelCompressor):
+    """A compressor whose simulators stand on weights.
+
+    Attributes:
+        _config_type: class of its configuration.
+        _simulator_type: base class of its simulators.
+        _technique: what is particular while planning.
+    """
+
+    _config_type: ClassVar[type[Any]]
+    _simulator_type: ClassVar[type[Any]]
+    _technique: ClassVar[WeightTechnique]
+
+    def __init__(self, model: nn.Module, config: Any = None) -> None:
+        super().__init__(model, self._config_type() if config is None else config)
+        if not isinstance(self._config, self._config_type):
+            raise TypeError(
+                f"{type(self).__name__} needs a {self._config_type.__name__}, got {type(config).__name__}. Build one "
+                f"from a dict with {self._config_type.__name__}.from_dict(...), from a file with .from_yaml(...)."
+            )
+        self._plan: Plan | None = None
+        self._rules: ModuleRules
+
+    def plan(self, example_inputs: tuple[Any, ...] = (), *, example_kwargs: Mapping[str, Any] | None = None) -> Plan:
+        """Return what ``prepare`` would do, with every problem; the model is not changed.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            example_kwargs: keyword inputs of the model.
+
+        Raises:
+            RuntimeError: the model's forward raised.
+        """
+        return self._plan_for(self._trace(example_inputs, example_kwargs))
+
+    def _trace(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> WeightProgram:
+        if not isinstance(example_inputs, tuple):
+            raise TypeError(
+                f"example_inputs must be a tuple of the model's inputs, got {type(example_inputs).__name__}: wrap it "
+                "as (x,)."
+            )
+        return trace_weights(self._model, example_inputs, example_kwargs)
+
+    def _plan_for(self, traced: WeightProgram) -> Plan:
+        return plan_weights(self._config, self._model, traced, self._technique)
+
+    def _insert_planned(
+        self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, strict: bool
+    ) -> InsertedSimulators:
+        """Plan, report, insert and initialise; on an error the model is as it was."""
+        self._refuse_prepared()
+        self._rules = resolve_module_rules(self._config, self._model)
+        traced = self._trace(example_inputs, example_kwargs)
+        plan = self._plan_for(traced)
+        self._report(plan, strict)
+        inserted = InsertedSimulators(self._model)
+        try:
+            for placement in plan.placements:
+                assert placement.state is not None
+                below = traced.stacks.get(placement.state.name, ())
+                inserted.insert(self._build(placement, below), placement)
+            self._initialise(inserted)
+        except BaseException:
+            inserted.revert()
+            raise
+        self._plan = plan
+        self._mark_model_as_prepared(self._model)
+        return inserted
+
+    def _report(self, plan: Plan, strict: bool) -> None:
+        report_problems(plan.problems, strict, stacklevel=5)
+
+    @abstractmethod
+    def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> CompressionSimulatorBase:
+        """Return the simulator of a placement; ``below`` are those that the weight passes through before."""
+
+    @abstractmethod
+    def _initialise(self, inserted: InsertedSimulators) -> None:
+        """Give the simulators their state."""
+
+    def finalize(
+        self,
+        model: nn.Module | None = None,
+        backend: ExportBackend | str = ExportBackend.CoreAI,
+        *args: Any,
+        mmap_dir: str | PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Return the model in the form that ``backend`` takes; a further compressor may be applied afterwards.
+
+        ``ExportBackend._TORCH`` leaves the simulators where they are, so that another technique can be put on top of
+        them; the other backends replace them, of whatever technique, by what the backend takes.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+            backend: ``ExportBackend`` member or its value.
+            mmap_dir: Core AI only: folder, empty or absent, for file-backed weights; the files must outlive the model.
+
+        Raises:
+            RuntimeError: the model is not prepared, or a mode is active.
+            TypeError: ``model`` is no module.
+            NotImplementedError: there is no such backend.
+            ValueError: ``mmap_dir`` with a backend that has no use for it, or the backend cannot hold the model.
+        """
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        target = self._target(model, "finalize()")
+        try:
+            chosen = ExportBackend(backend)
+        except ValueError as error:
+            known = ", ".join(repr(member.value) for member in ExportBackend)
+            raise NotImplementedError(f"There is no backend {backend!r}; choose one of {known}.") from error
+        if mmap_dir is not None and chosen is not ExportBackend.CoreAI:
+            raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
+        finalized = target
+        if chosen is not ExportBackend._TORCH:
+            from bitwright.export import finalize_eager
+
+            finalized = finalize_eager(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
+        self._unmark_model(finalized)
+        return finalized
+
+    def _refuse_prepared(self) -> None:
+        """A model that another technique prepared may be prepared again; one that this one prepared may not."""
+        if not self._is_model_prepared(self._model):
+            return
+        others = any(
+            not isinstance(place.simulator, self._simulator_type)
+            for place in unique_simulators(self._model, CompressionSimulatorBase)
+        )
+        own = bool(unique_simulators(self._model, self._simulator_type))
+        if own or not others:
+            raise RuntimeError(
+                f"Model has already been prepared. {type(self).__name__}.prepare() works once per model; build a new "
+                "one on the float model to prepare it differently."
+            )
+
+    def _target(self, model: nn.Module | None, action: str) -> nn.Module:
+        target = self._model if model is None else model
+        if not isinstance(target, nn.Module):
+            raise TypeError(f"Expected a prepared model, got {type(target).__name__}.")
+        if not self._is_model_prepared(target):
+            raise RuntimeError(
+                f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
+            )
+        return target
+
+    @contextmanager
+    def _mode(self, target: nn.Module, state: _Lifecycle) -> Iterator[None]:
+        """Hold a lifecycle state, with the model in train mode for training and in eval mode otherwise."""
+        with self._in_lifecycle(state), _module_mode(target, training=state is _Lifecycle.TRAINING):
+            yield

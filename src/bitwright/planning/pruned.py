@@ -1,0 +1,107 @@
+"""Turn a pruning spec and a weight into a resolved spec: axes filled in, shapes checked, bytes counted."""
+
+from __future__ import annotations
+
+import math
+
+from bitwright.common import CompressionType
+from bitwright.program import Argument
+from bitwright.pruning.spec import NMStructured, PruneImplBase, PruningSpec, Unstructured
+from bitwright.pruning.spec.errors import _BlockSizeMismatchError
+
+from .ops import PRUNER_OPS
+from .plan import Problem, Severity
+from .stacking import entry_size, stored_bytes
+from .weight_only import WeightRequest, WeightResolution, WeightTechnique
+
+__all__ = ["COLLECTED_OPS", "PruningTechnique"]
+
+COLLECTED_OPS = frozenset(
+    {"linear", "addmm", "multi_head_attention_forward"}
+    | {f"{name}{dims}d" for name in ("conv", "conv_transpose") for dims in (1, 2, 3)}
+)
+"""Functions whose inputs calibration can collect."""
+
+
+class PruningTechnique(WeightTechnique):
+    """What is particular to pruning while planning."""
+
+    kind = CompressionType.PRUNING
+    ops = PRUNER_OPS
+
+    def resolve(self, spec: PruningSpec, request: WeightRequest) -> WeightResolution:
+        """Fill in the axis of an N:M pattern, check that the scheme fits, and count bytes."""
+        scheme = spec.pruning_scheme
+        if isinstance(scheme, NMStructured) and scheme.axis is None and request.axes is not None:
+            scheme = scheme.model_copy(update={"axis": min(request.axes.block, len(request.shape) - 1)})
+            spec = spec.model_copy(update={"pruning_scheme": scheme})
+        try:
+            scheme.check(request.shape)
+        except _BlockSizeMismatchError as error:
+            message = f"{error} ({request.rule}), so it stays dense. Choose a size that divides it."
+            return WeightResolution(
+                None, note="block size does not divide", problems=[Problem("block-size", request.state.name, message)]
+            )
+        except ValueError as error:
+            message = f"{error} (asked for by {request.rule})."
+            return WeightResolution(None, problems=[Problem("scheme", request.state.name, message, Severity.ERROR)])
+        problems = [
+            *_check_inputs(spec, request),
+            *_check_scope(spec, request),
+            *_check_emptiness(spec, request),
+            *_check_target(spec, request),
+        ]
+        sparsity = spec.final_sparsity
+        bits, tables = entry_size(request.stack, request.state.tensor.element_size())
+        size = stored_bytes(math.prod(request.shape), bits, sparsity, tables)
+        return WeightResolution(spec, (), size, problems=problems)
+
+
+def _check_inputs(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
+    """An algorithm that looks at a layer's inputs needs ops whose inputs can be had."""
+    if spec.pruning_algo.input_statistics == "none" or any(map(_has_inputs, request.state.uses)):
+        return []
+    message = (
+        f"{PruneImplBase.get_key(spec.pruning_algo)!r} asked for by {request.rule} wants the inputs of the layer, "
+        f"which are not collected for {', '.join(sorted({use.op.type for use in request.state.uses}))}; the weight is "
+        "pruned by magnitude. Give it pruning_algo='default' to say so."
+    )
+    return [Problem("no-inputs", request.state.name, message)]
+
+
+def _has_inputs(use: Argument) -> bool:
+    return use.op.type in COLLECTED_OPS and use.name != "out_proj_weight"
+
+
+def _check_scope(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
+    meaningless = (spec.scope == "row" and not isinstance(spec.pruning_scheme, Unstructured)) or (
+        spec.scope == "global" and isinstance(spec.pruning_scheme, NMStructured)
+    )
+    if not meaningless:
+        return []
+    message = (
+        f"scope={spec.scope!r} has no meaning for the scheme {spec.pruning_scheme.describe()} ({request.rule}): rows "
+        "are ranked for Unstructured() only, and an N:M pattern ranks within its groups. Leave scope out."
+    )
+    return [Problem("scope", request.state.name, message, Severity.ERROR)]
+
+
+def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
+    if spec.final_sparsity < 1.0:
+        return []
+    message = (
+        f"target_sparsity={spec.target_sparsity!r} removes all of the weight ({request.rule}). Choose a target below "
+        "1, or take the module out of the model."
+    )
+    return [Problem("empty-weight", request.state.name, message)]
+
+
+def _check_target(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
+    """An N:M pattern fixes the sparsity; say so if another one was asked for."""
+    if "target_sparsity" not in spec.model_fields_set or spec.target_sparsity == spec.final_sparsity:
+        return []
+    message = (
+        f"target_sparsity={spec.target_sparsity!r} has no effect ({request.rule}): the pattern "
+        f"{spec.pruning_scheme.describe()} removes {spec.final_sparsity:.4g}. Leave it out, or choose another pattern."
+    )
+    return [Problem("target-sparsity", request.state.name, message)]

@@ -1,0 +1,83 @@
+"""Which techniques go together on one weight, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bitwright.common import CompressionType
+
+from .plan import Problem, Severity
+
+__all__ = ["entry_size", "finite_range", "kinds_on", "stacking_problem", "stored_bytes"]
+
+_Q, _P, _S = CompressionType.QUANTIZATION, CompressionType.PALETTIZATION, CompressionType.PRUNING
+
+# (what stands on the weight, what is to come) -> why that has no meaning and what to do.
+_MEANINGLESS: dict[tuple[CompressionType, CompressionType], str] = {
+    (_Q, _Q): "it is quantized already. Quantize it once, with the spec that you want.",
+    (_Q, _P): (
+        "it is quantized already, and a palette of quantized values is a palette with quantized entries: palettize "
+        "the float weight with lut_qspec in its place."
+    ),
+    (_P, _P): "it is palettized already. Palettize it once, with the spec that you want.",
+    (_P, _Q): (
+        "it is palettized already, and quantizing the values of a palette is quantizing its entries: set lut_qspec in "
+        "the palettization spec, and exclude the weight here with None."
+    ),
+    (_S, _S): "it is pruned already. Prune it once, with the spec that you want.",
+}
+
+
+def kinds_on(stack: Sequence[nn.Module]) -> tuple[CompressionType, ...]:
+    """Return the technique of each simulator."""
+    return tuple(getattr(simulator, "compression_type", _Q) for simulator in stack)
+
+
+def stacking_problem(name: str, stack: Sequence[nn.Module], new: CompressionType, rule: str) -> Problem | None:
+    """Return why a technique has no meaning on a weight that others stand on; None where it has.
+
+    Args:
+        name: the weight.
+        stack: the simulators on it.
+        new: the technique to come.
+        rule: the part of the configuration that asks for it.
+    """
+    for kind in kinds_on(stack):
+        reason = _MEANINGLESS.get((kind, new))
+        if reason is not None:
+            return Problem("order", name, f"{new.value} asked for by {rule} has no meaning: {reason}", Severity.ERROR)
+    return None
+
+
+def entry_size(stack: Sequence[nn.Module], itemsize: int) -> tuple[float, int]:
+    """Return the bits of one stored entry of a weight that ``stack`` stands on, and the bytes of its tables."""
+    for simulator in stack:
+        bits = getattr(simulator, "n_bits", None)
+        if bits is not None:
+            return bits / getattr(simulator, "cluster_dim", 1), int(getattr(simulator, "table_bytes", 0))
+    return 8.0 * itemsize, 0
+
+
+def stored_bytes(numel: int, bits: float, sparsity: float | None, overhead: int = 0) -> int:
+    """Return the packed size of a weight.
+
+    Args:
+        numel: its entries.
+        bits: bits of one entry.
+        sparsity: share of entries that a mask removes; None without a mask, which takes a bit per entry.
+        overhead: bytes of tables and scales.
+    """
+    kept = numel if sparsity is None else numel - int(numel * sparsity)
+    mask = 0 if sparsity is None else -(-numel // 8)
+    return -(-int(kept * bits) // 8) + mask + overhead
+
+
+def finite_range(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest entry; NaN if there is one."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return 0.0, 1.0
+    low, high = torch.aminmax(tensor.detach())
+    return float(low), float(high)

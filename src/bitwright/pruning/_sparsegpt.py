@@ -1,0 +1,105 @@
+"""SparseGPT: remove entries column by column, and let the columns that follow make up for the error.
+
+Frantar and Alistarh, arXiv 2301.00774, algorithm 1. With H the Gram matrix of the inputs and U the upper Cholesky
+factor of its inverse, removing w in column j adds the error w / U[j, j], and the columns after j change by that times
+-U[j].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bitwright.pruning.spec.scheme import keep_largest
+
+__all__ = ["InverseFactor", "compensate", "group_rule", "sparsity_rule"]
+
+_BLOCK = 128
+_DAMPING = 0.01
+_MOST_DAMPING = 10.0
+
+MaskRule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Block of weights ``[R, B]`` and the squared diagonal of U ``[B]``, to which of the block's entries to keep."""
+
+
+class InverseFactor:
+    """The upper Cholesky factor of the inverse of a damped Gram matrix.
+
+    Attributes:
+        upper: float32 ``[C, C]``.
+        diagonal: float32 ``[C]``, diagonal of the inverse.
+    """
+
+    def __init__(self, gram: torch.Tensor) -> None:
+        hessian = gram.double() if gram.device.type == "cpu" else gram.float()
+        diagonal = hessian.diagonal()
+        mean = diagonal.mean()
+        unused = diagonal == 0
+        damping = _DAMPING
+        while True:
+            damped = hessian.clone()
+            damped.diagonal().add_(damping * mean + (mean == 0))
+            lower, info = torch.linalg.cholesky_ex(damped)
+            if int(info) == 0 or damping > _MOST_DAMPING:
+                break
+            damping *= 10  # more inputs than samples, and nearly dependent ones
+        inverse = torch.cholesky_inverse(lower)
+        self.diagonal = inverse.diagonal().float()
+        # An input that is always zero is worth nothing, whatever its weights.
+        self.diagonal = torch.where(unused, torch.inf, self.diagonal)
+        self.upper = torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def sparsity_rule(sparsity: float, rows: bool) -> MaskRule:
+    """Keep all but a share of each block, in each row of it or in the whole."""
+
+    def keep(block: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        return keep_largest(block.square() / squares, sparsity, len(block) if rows else 1)
+
+    return keep
+
+
+def group_rule(removed: int, size: int) -> MaskRule:
+    """Remove the same number of entries from every group of neighbours in a row."""
+
+    def keep(block: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        scores = (block.square() / squares).reshape(len(block), -1, size)
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        kept.scatter_(2, scores.argsort(stable=True, dim=2)[..., :removed], False)
+        return kept.reshape(block.shape)
+
+    return keep
+
+
+def compensate(
+    weight: torch.Tensor, factor: InverseFactor, rule: MaskRule | torch.Tensor, block: int = _BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pruned and adjusted weight, and its mask.
+
+    Args:
+        weight: float32 ``[R, C]``.
+        factor: of the inputs, C columns.
+        rule: what to keep, or the mask itself, bool ``[R, C]``.
+        block: columns whose mask is chosen at once.
+    """
+    left = weight.float().clone()
+    upper = factor.upper
+    mask = torch.ones_like(left, dtype=torch.bool)
+    for start in range(0, left.shape[1], block):
+        stop = min(start + block, left.shape[1])
+        inner = upper[start:stop, start:stop]
+        part = left[:, start:stop]
+        if isinstance(rule, torch.Tensor):
+            kept = rule[:, start:stop]
+        else:
+            squares = torch.where(factor.diagonal[start:stop].isinf(), torch.inf, inner.diagonal().square())
+            kept = rule(part, squares)
+        mask[:, start:stop] = kept
+        errors = torch.zeros_like(part)
+        for column in range(stop - start):
+            error = torch.where(kept[:, column], 0.0, part[:, column]) / inner[column, column]
+            part[:, column:] -= error.unsqueeze(1) * inner[column, column:]
+            errors[:, column] = error
+        left[:, stop:] -= errors @ upper[start:stop, stop:]
+    return torch.where(mask, left, 0.0), mask

@@ -1,0 +1,229 @@
+"""The pruner: from a float model and a configuration to a model whose unimportant weights are zero."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
+from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
+from bitwright.base_model_compressor import _Lifecycle
+from bitwright.errors import BitwrightWarning
+from bitwright.planning import Placement
+from bitwright.planning.ops import default_weight_axes
+from bitwright.planning.pruned import PruningTechnique
+
+from ._calibration import calibrate
+from ._collector import InputCollector
+from .config import MagnitudePrunerConfig
+from .spec import PruneImplBase, PruningSpec
+from .spec.scheme import keep_largest
+
+__all__ = ["MagnitudePruner"]
+
+
+class MagnitudePruner(WeightCompressor):
+    """Prunes the weights of a model in place: ``prepare``, then calibrate or train, then ``finalize``.
+
+    Args:
+        model: the float model; one that another technique prepared may be pruned too.
+        config: what to prune and how; None for half of all weights by magnitude.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``config`` no ``MagnitudePrunerConfig``.
+
+    Example:
+        >>> import torch
+        >>> from bitwright.pruning import MagnitudePruner
+        >>> model = torch.nn.Linear(8, 4)
+        >>> pruned = MagnitudePruner(model).prepare((torch.randn(2, 8),))
+        >>> int((pruned.weight == 0).sum())
+        16
+    """
+
+    _config_type: ClassVar[type[Any]] = MagnitudePrunerConfig
+    _simulator_type: ClassVar[type[Any]] = PruneImplBase
+    _technique: ClassVar[PruningTechnique] = PruningTechnique()
+
+    def __init__(self, model: nn.Module, config: MagnitudePrunerConfig | None = None) -> None:
+        super().__init__(model, config)
+        self._idle_steps = 0
+        self._active: nn.Module | None = None
+
+    def prepare(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> nn.Module:
+        """Put masks on the weights, in place. Create optimizers afterwards.
+
+        Schedules are at step 0. Algorithms that want calibration go by magnitude until they had it. Everything is
+        checked first; when something fails the model is as it was.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            example_kwargs: keyword inputs of the model.
+            strict: turn every problem of the plan into an error, also those that only deserve a warning.
+
+        Raises:
+            PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
+            RuntimeError: the model is pruned already, or its forward raised.
+        """
+        self._insert_planned(example_inputs, example_kwargs, strict)
+        return self._model
+
+    def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> PruneImplBase:
+        spec, state = placement.spec, placement.state
+        assert isinstance(spec, PruningSpec)
+        assert state is not None
+        axes = default_weight_axes(state) if spec.scope != "tensor" else None
+        impl: PruneImplBase = spec.pruning_algo(
+            target_sparsity=spec.target_sparsity,
+            pruning_scheme=spec.pruning_scheme,
+            scope=spec.scope,
+            row_axis=0 if axes is None else axes.channel,
+        )
+        impl.schedule = self._rules[placement.module_path].config.sparsity_schedule
+        return impl
+
+    def _initialise(self, inserted: InsertedSimulators) -> None:
+        for impl, _ in inserted.placed:
+            if impl.schedule is not None:
+                impl.update_sparsity(0)
+        self._make_masks(self._model)
+
+    @property
+    def _step_count(self) -> int:
+        places = self._places(self._training_model)
+        return places[0].simulator.steps if places else self._idle_steps
+
+    @property
+    def _training_model(self) -> nn.Module:
+        return self._model if self._active is None else self._active
+
+    def step(self) -> None:
+        """Count a training step and let scheduled weights follow: sparsity, and a mask made anew from the dense weight.
+
+        The count is part of the model's ``state_dict``.
+
+        Raises:
+            RuntimeError: the model is not prepared.
+        """
+        target = self._target(self._training_model, "step()")
+        self._idle_steps += 1
+        for place in self._places(target):
+            place.simulator.advance()
+        self._make_masks(target)
+
+    @contextmanager
+    def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
+        """Train with masks inside the ``with`` block; call :meth:`step` after each optimizer step.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+
+        Raises:
+            RuntimeError: the model is not prepared, or another mode is active.
+        """
+        target = self._target(model, "entering training mode")
+        with self._mode(target, _Lifecycle.TRAINING):
+            self._active = target
+            try:
+                yield self
+            finally:
+                self._active = None
+
+    @contextmanager
+    def calibration_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
+        """Run calibration data through the dense model inside the ``with`` block; masks follow on its end.
+
+        The block runs in eval mode under ``no_grad``. Statistics are merged over batches and, where
+        ``torch.distributed`` runs, over processes. If the block raises, everything is as before.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+
+        Raises:
+            RuntimeError: the model is not prepared, another mode is active, or no data came.
+        """
+        target = self._target(model, "entering calibration mode")
+        places = self._places(target)
+        collector = InputCollector(places)
+        with self._mode(target, _Lifecycle.CALIBRATING), torch.no_grad():
+            with collector:
+                yield self
+            self._apply(places, collector)
+            self._make_masks(target)
+
+    def _apply(self, places: list[SimulatorPlace[PruneImplBase]], collector: InputCollector) -> None:
+        if not collector.statistics:
+            warnings.warn(
+                "calibration_mode() has nothing to calibrate: no weight has a pruning_algo that looks at inputs.",
+                BitwrightWarning,
+                stacklevel=5,
+            )
+            return
+        if all(statistics.count == 0 for statistics in collector.statistics.values()):
+            raise RuntimeError(
+                "calibration_mode saw no inputs of a pruned layer. Run the model on data inside the `with` block."
+            )
+        found = []
+        for place in places:
+            statistics = collector.statistics.get(place.simulator)
+            if statistics is not None:
+                statistics.all_reduce()
+                result = calibrate(place, statistics)
+                if result is not None:
+                    found.append(result)
+        for result in found:
+            result.apply()
+
+    @staticmethod
+    def _places(model: nn.Module) -> list[SimulatorPlace[PruneImplBase]]:
+        return unique_simulators(model, PruneImplBase)
+
+    def _make_masks(self, model: nn.Module) -> None:
+        """Make all masks that are out of date, those with the scope ``"global"`` together."""
+        shared: dict[Any, list[SimulatorPlace[PruneImplBase]]] = defaultdict(list)
+        for place in self._places(model):
+            impl = place.simulator
+            if impl.scope == "global":
+                shared[type(impl), impl.pruning_scheme, impl.sparsity].append(place)
+            elif impl.is_stale:
+                impl.refresh(place.entering())
+        for places in shared.values():
+            if any(place.simulator.is_stale for place in places):
+                _rank_together(places)
+
+
+def _rank_together(places: list[SimulatorPlace[PruneImplBase]]) -> None:
+    """Rank the units of several weights against each other."""
+    shapes, pooled = [], []
+    with torch.no_grad():
+        for place in places:
+            scores = place.simulator.scores(place.entering())
+            shapes.append(scores.shape)
+            pooled.append(place.simulator.pruning_scheme.pool(scores))
+        device = pooled[0].device
+        kept = keep_largest(
+            torch.cat([part.flatten().float().to(device) for part in pooled]), places[0].simulator.sparsity
+        )
+        parts = torch.split(kept, [part.numel() for part in pooled])
+    for place, part, units, shape in zip(places, parts, pooled, shapes, strict=True):
+        mask = place.simulator.pruning_scheme.spread(part.to(units.device).view(units.shape), shape)
+        place.simulator.set_mask(mask)
+        if not bool(part.any()) and place.simulator.sparsity < 1.0:
+            warnings.warn(
+                f"The global ranking removes all of {place.name!r} (shape {tuple(shape)}). Give it scope='tensor', or "
+                "a smaller target_sparsity.",
+                BitwrightWarning,
+                stacklevel=6,
+            )
