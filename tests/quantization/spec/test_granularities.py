@@ -50,9 +50,7 @@ def test_per_tensor_is_one_group(shape: tuple[int, ...]) -> None:
 @given(shapes, st.data())
 def test_per_channel_groups_by_the_index_along_the_axis(shape: tuple[int, ...], data: st.DataObject) -> None:
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    assert groups(PerChannelGranularity(axis=axis).get_block_size(shape), shape) == grouped_by(
-        lambda p: p[axis], shape
-    )
+    assert groups(PerChannelGranularity(axis=axis).get_block_size(shape), shape) == grouped_by(lambda p: p[axis], shape)
 
 
 @settings(deadline=None)
@@ -79,9 +77,7 @@ def test_per_block_along_an_axis(shape: tuple[int, ...], data: st.DataObject, ta
 @settings(deadline=None)
 @given(shapes, st.data())
 def test_per_block_by_tuple(shape: tuple[int, ...], data: st.DataObject) -> None:
-    sizes = tuple(
-        data.draw(st.sampled_from([-1, *(d for d in range(1, size + 1) if size % d == 0)])) for size in shape
-    )
+    sizes = tuple(data.draw(st.sampled_from([-1, *(d for d in range(1, size + 1) if size % d == 0)])) for size in shape)
     expected = tuple(size if block == -1 else block for size, block in zip(shape, sizes, strict=True))
     assert PerBlockGranularity(block_size=sizes).get_block_size(shape) == expected
     assert resolve_block_sizes(shape, sizes) == list(expected)

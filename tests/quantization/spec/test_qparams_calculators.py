@@ -85,9 +85,7 @@ def test_fp8_maps_the_largest_value_to_the_largest_code(dtype: str, largest: flo
     assert minval is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "power"), [("float4_e2m1fn_x2", 2), ("float8_e4m3fn", 8), ("float8_e5m2", 15)]
-)
+@pytest.mark.parametrize(("dtype", "power"), [("float4_e2m1fn_x2", 2), ("float8_e4m3fn", 8), ("float8_e5m2", 15)])
 @pytest.mark.parametrize("max_abs", [1.0, 1.99, 2.0, 3.0, 6.0, 448.0, 1e-20, 0.0])
 def test_power_of_two_scales_round_the_exponent_down(dtype: str, power: int, max_abs: float) -> None:
     """OCP MX 1.0: ``2 ** (floor(log2(max_abs)) - power of the largest value)``, at least ``2 ** -126``."""
@@ -264,7 +262,7 @@ def test_stateless_calculators_refuse_what_needs_state() -> None:
         build(DynamicQParamsCalculator, float_range=[-1.0, None])
     found = build(DynamicQParamsCalculator)
     found.set_export_mode(False)
-    with pytest.raises(NotImplementedError, match="Stateless quantization .* does not support export mode"):
+    with pytest.raises(NotImplementedError, match=r"Stateless quantization .* does not support export mode"):
         found.set_export_mode(True)
 
 

@@ -61,7 +61,12 @@ def test_dtypes_are_taken_by_name_alias_and_object(given_name: Any, dtype: torch
 
 @pytest.mark.parametrize(
     ("field", "nearest"),
-    [("dtpye", "dtype"), ("granulairty", "granularity"), ("qschema", "qscheme"), ("averaging_const", "averaging_constant")],
+    [
+        ("dtpye", "dtype"),
+        ("granulairty", "granularity"),
+        ("qschema", "qscheme"),
+        ("averaging_const", "averaging_constant"),
+    ],
 )
 def test_misspelled_field_is_refused_and_the_nearest_proposed(field: str, nearest: str) -> None:
     with pytest.raises(ValidationError, match=f"no field '{field}'; did you mean '{nearest}'"):
@@ -225,7 +230,12 @@ def test_json_schema_lists_dtypes_registered_classes_and_granularities() -> None
     assert fields["dtype"]["default"] == "int8"
     assert {"static", "dynamic", "moving_average"} <= set(fields["qparam_calculator_cls"]["enum"])
     kinds = schema["$defs"]["QuantizationGranularity"]["oneOf"]
-    assert {kind["properties"]["type"]["const"] for kind in kinds} >= {"per_tensor", "per_channel", "per_block", "per_token"}
+    assert {kind["properties"]["type"]["const"] for kind in kinds} >= {
+        "per_tensor",
+        "per_channel",
+        "per_block",
+        "per_token",
+    }
 
 
 def test_subclass_fields_are_extra_arguments() -> None:

@@ -173,5 +173,7 @@ class QParamsCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
             or grid.quant_max != self.quant_max
             or grid.dtype != self.dtype
         ):
-            grid = self._grid = Grid(self.dtype, self.quant_min, self.quant_max)
+            grid = Grid(self.dtype, self.quant_min, self.quant_max)
+            if not torch.compiler.is_compiling():  # a traced change of an attribute would have the graph compiled anew
+                self._grid = grid
         return grid

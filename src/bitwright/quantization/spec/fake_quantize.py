@@ -207,13 +207,13 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
         calculator._progress.count()
         return y
 
-    def _follow(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
-        """Take the range of this tensor alone and fake-quantize; None if blocks do not divide the tensor."""
+    def _follow(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:
+        """Take the range of this tensor alone and fake-quantize; the tensor itself if blocks do not divide it."""
         try:
             block_size = self._block_size(tensor.shape)
         except _BlockSizeMismatchError as error:
             self._warn_and_disable(error)
-            return None
+            return tensor
         y, scale, zero_point, minval = kernels.observe_and_fake_quantize(
             tensor,
             block_size=block_size,
@@ -250,9 +250,7 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
         """Observe a parameter, in one pass with its quantization where the classes are Bitwright's own."""
         if static and self._fake_quant_on and self._is_fused() and measures_both_ends(calculator):
             y = self._follow(weight, calculator)
-            if y is None:
-                return None, None
-            qparams: QParams | None = self._stored(calculator)
+            qparams: QParams | None = None if self._is_off else self._stored(calculator)
         else:
             y, qparams = None, self._observe(weight, calculator)
         if static and qparams is not None:
@@ -318,7 +316,9 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
             self.qformulation,
         ):
             formulation = QuantizationFormulation(self.qformulation).value
-            grid = self._grid = Grid(self.dtype, self.quant_min, self.quant_max, formulation)
+            grid = Grid(self.dtype, self.quant_min, self.quant_max, formulation)
+            if not torch.compiler.is_compiling():  # a traced change of an attribute would have the graph compiled anew
+                self._grid = grid
         return grid
 
     def _warn_and_disable(self, error: Exception) -> None:
