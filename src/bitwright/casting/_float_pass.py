@@ -188,7 +188,8 @@ def _output_dtypes(program: ExportedProgram, plan: FloatPlan) -> list[torch.dtyp
     dtypes: list[torch.dtype | None] = []
     for result, spec in zip(results if isinstance(results, tuple | list) else (), specs, strict=True):
         owner = _written_input(spec, stored, placeholders)
-        if not isinstance(result, Node) or dtypes_of(result.meta.get("val")) != [_FLOAT32]:
+        is_float32 = isinstance(result, Node) and dtypes_of(result.meta.get("val")) == [_FLOAT32]
+        if not is_float32 or spec.kind == OutputKind.TOKEN:
             dtypes.append(None)
         elif owner is not None:
             dtypes.append(_FLOAT32 if plan.native_float32(owner) else plan.dtype)

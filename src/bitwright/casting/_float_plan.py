@@ -26,13 +26,14 @@ from ._operators import (
     called_graphs,
     is_creation,
     is_graph_call,
+    keeps_magnitude,
     lacks_16_bit_kernel,
     reinterprets_bits,
     unsuitable_scalar,
     written_arguments,
 )
-from ._phases import phase_chains
-from ._program import static_inputs, user_inputs
+from ._positions import position_chains
+from ._program import static_inputs, tokens, user_inputs
 
 IGNORED = "ignored_ops names it"
 
@@ -96,6 +97,7 @@ class FloatPlanner:
         self._plan_graph(program.graph, parameters)
         # The user's inputs change by contract; of the rest, what only phases read stays as exact as it is.
         self._plan.stay -= set(user_inputs(program))
+        self._plan.stay |= set(tokens(program))
         self._settle_shared_graphs(program.graph_module)
         _check_in_place(program.graph_module, self._plan)
         return self._plan
@@ -123,7 +125,7 @@ class FloatPlanner:
                 self._plan.wide[node] = verdicts[id(tensor)]
 
     def _plan_graph(self, graph: Graph, parameters: set[Node]) -> None:
-        chains = phase_chains(graph, parameters)
+        chains = position_chains(graph, parameters)
         if graph.owning_module is self._root:
             self._plan.stay |= chains.placeholders
         for node in graph.nodes:
@@ -140,7 +142,7 @@ class FloatPlanner:
         if not fits_tensor(value, self._plan.dtype):
             self._plan.wide[node] = f"it holds values beyond {self._plan.dtype}"
 
-    def _plan_call(self, node: Node, phases: set[Node]) -> None:
+    def _plan_call(self, node: Node, positions: set[Node]) -> None:
         if not touches_float32(node):
             return
         if node.target is operator.getitem:
@@ -149,13 +151,13 @@ class FloatPlanner:
         if isinstance(node.target, HigherOrderOperator):
             reason = self._graph_call_reason(node)
         else:
-            reason = "it computes a phase from integer positions" if node in phases else self._reason(node)
+            reason = "it computes with integer positions" if node in positions else self._reason(node)
         if self._reads_bfloat16(node) or any(source in self._inherits_width for source in node.all_input_nodes):
             # bfloat16 reaches far beyond float16, and so may everything that is computed from it.
             self._inherits_width.add(node)
             reason = reason or "it computes with bfloat16 values, whose range float16 does not have"
             self._plan.wide[node] = reason
-        overflow = self._overflow(node) or self._integer_overflow(node)
+        overflow = self._overflow(node) or self._integer_overflow(node) or self._moved_width(node)
         if overflow is None and is_creation(node):
             overflow = unsuitable_scalar(node, self._plan.dtype)
         if overflow is not None:
@@ -221,6 +223,12 @@ class FloatPlanner:
         if peak > largest(self._plan.dtype):
             return f"the example inputs drive it to {peak:.4g}, beyond {self._plan.dtype}"
         return None
+
+    def _moved_width(self, node: Node) -> str | None:
+        """Say why the result is wide when it only passes on wide values and no run has shown how large it is."""
+        if node in self._peaks or not keeps_magnitude(node):
+            return None
+        return next((self._plan.wide[source] for source in node.all_input_nodes if source in self._plan.wide), None)
 
     def _integer_overflow(self, node: Node) -> str | None:
         if node.target not in CAST_OPS or not isinstance(node.args[0], Node) or node.args[0] not in self._ranges:

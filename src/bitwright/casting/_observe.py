@@ -74,6 +74,9 @@ def _flat_inputs(program: ExportedProgram, call: Call) -> list[Any]:
         if spec.kind == InputKind.USER_INPUT:
             flat.append(next(leaves))
             continue
+        if spec.kind == InputKind.TOKEN:
+            flat.append(torch.empty(0))
+            continue
         state = state_of(program, spec)
         # A graph that is not functional writes to its buffers; the program keeps its own.
         flat.append(state.clone() if spec.kind == InputKind.BUFFER and isinstance(state, torch.Tensor) else state)
@@ -85,7 +88,7 @@ def _calls(program: ExportedProgram, inputs: Any) -> Iterator[Call]:
     if call is not None:
         yield call
         return
-    if isinstance(inputs, Mapping | str | torch.Tensor) or not isinstance(inputs, Iterable):
+    if isinstance(inputs, Mapping | tuple | str | torch.Tensor) or not isinstance(inputs, Iterable):
         raise ValueError(_mismatch(program, inputs))
     for entry in inputs:
         call = _as_call(program, entry)

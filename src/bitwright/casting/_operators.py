@@ -21,6 +21,9 @@ _FLOAT32_PREFIXES: Final = (
 _FLOAT32_NAMES: Final = frozenset(
     {
         "_cdist_forward",
+        "cdist",
+        "pdist",
+        "_pdist_forward",
         "_upsample_bilinear2d_aa",
         "_upsample_bicubic2d_aa",
         "avg_pool3d",
@@ -50,6 +53,24 @@ _CALLING_OPS: Final = frozenset(
 _PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide", "mul_", "div_"})
 
 
+#: Operators whose result holds elements of their first argument and nothing else.
+MOVES: Final = (
+    *("_unsafe_index", "_unsafe_view", "alias", "amax", "amin", "as_strided", "broadcast_to", "clone", "contiguous"),
+    *("detach", "detach_", "diagonal", "expand", "expand_copy", "flatten", "flip", "gather", "index", "index_select"),
+    *("lift_fresh", "lift_fresh_copy", "masked_select", "movedim", "narrow", "permute", "permute_copy", "repeat"),
+    *("reshape", "roll", "select", "select_copy", "slice", "slice_copy", "squeeze", "t", "take", "take_along_dim"),
+    *("tile", "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_copy"),
+)
+#: The same, for several results.
+SPLITS: Final = ("chunk", "split", "split_with_sizes", "unbind", "unsafe_split", "tensor_split")
+
+#: Operators whose result reaches as far as their arguments do.
+_KEEPS_MAGNITUDE: Final = frozenset(
+    {*MOVES, *SPLITS, "cat", "stack", "neg", "abs", "relu", "where", "maximum", "minimum", "constant_pad_nd"}
+    | {"_to_copy", "to", "masked_fill", "index_put", "scatter", "slice_scatter", "select_scatter", "sort", "topk"}
+)
+
+
 def op_name(node: Node) -> str:
     """Return the name of an operator without namespace and overload; empty for what is no operator."""
     target = node.target
@@ -64,6 +85,11 @@ def lacks_16_bit_kernel(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or name in _HAS_16_BIT_KERNEL:
         return False
     return name in _FLOAT32_NAMES or name.startswith(_FLOAT32_PREFIXES)
+
+
+def keeps_magnitude(node: Node) -> bool:
+    """Tell whether the result of the operator reaches as far as its arguments do."""
+    return isinstance(node.target, OpOverload) and op_name(node) in _KEEPS_MAGNITUDE
 
 
 def is_creation(node: Node) -> bool:

@@ -44,6 +44,11 @@ def static_inputs(program: ExportedProgram) -> Iterator[tuple[Node, InputSpec, t
                 yield node, spec, state
 
 
+def tokens(program: ExportedProgram) -> list[Node]:
+    """Return the placeholders of effect tokens: empty float32 tensors that only order side effects."""
+    return [node for node, spec in _inputs(program) if spec.kind == InputKind.TOKEN]
+
+
 def user_inputs(program: ExportedProgram) -> list[Node]:
     """Return the placeholders of the user's inputs, in the order of the flattened arguments."""
     return [node for node, spec in _inputs(program) if spec.kind == InputKind.USER_INPUT]

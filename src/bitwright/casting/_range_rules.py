@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from ._intervals import Interval
+from ._operators import MOVES, SPLITS
 
 if TYPE_CHECKING:
     from ._ranges import RangeAnalysis
@@ -249,22 +250,14 @@ def _looked_up(analysis: RangeAnalysis, node: Node, given: dict[str, Any]) -> Re
     return analysis.of(given["weight"])
 
 
-_VIEWS: Final = (
-    *("_unsafe_index", "_unsafe_view", "alias", "amax", "amin", "as_strided", "broadcast_to", "clone", "contiguous"),
-    *("detach", "detach_", "diagonal", "expand", "expand_copy", "flatten", "flip", "gather", "index", "index_select"),
-    *("lift_fresh", "lift_fresh_copy", "masked_select", "movedim", "narrow", "permute", "permute_copy", "repeat"),
-    *("reshape", "roll", "select", "select_copy", "slice", "slice_copy", "squeeze", "t", "take", "take_along_dim"),
-    *("tile", "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_copy"),
-)
-_TUPLES: Final = ("chunk", "split", "split_with_sizes", "unbind", "unsafe_split", "tensor_split")
 _TRUTHS: Final = (
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "any", "all"),
     *("isnan", "isinf"),
 )
 
 RULES: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(_VIEWS, _same),
-    **dict.fromkeys(_TUPLES, _same_for_all),
+    **dict.fromkeys(MOVES, _same),
+    **dict.fromkeys(SPLITS, _same_for_all),
     **dict.fromkeys(_TRUTHS, _constant(_TRUTH)),
     **dict.fromkeys(("_to_copy", "to", "convert_element_type"), _cast),
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _full),

@@ -1,0 +1,82 @@
+"""Numbers moved into 16-bit formats."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitwright.casting._numbers import (
+    fits_scalar,
+    fits_tensor,
+    loses_precision,
+    narrow_scalar,
+    narrow_tensor,
+    smallest,
+)
+
+INF = float("inf")
+
+
+def test_smallest_numbers() -> None:
+    assert smallest(torch.float16) == 2.0**-24
+    assert smallest(torch.bfloat16) == 2.0**-133
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(65504.0, True), (65505.0, False), (-70000.0, False), (9.9e37, False), (1e38, True), (INF, True), (-INF, True)],
+)
+def test_what_fits_float16(value: float, expected: bool) -> None:
+    """In range, infinite, or so large that it stands for infinity."""
+    assert fits_scalar(value, torch.float16) is expected
+    assert fits_tensor(torch.tensor([1.0, value]), torch.float16) is expected
+
+
+def test_not_a_number_fits() -> None:
+    assert fits_scalar(math.nan, torch.float16)
+    assert math.isnan(narrow_scalar(math.nan, torch.float16))
+    assert fits_tensor(torch.tensor([math.nan]), torch.float16)
+
+
+def test_everything_finite_fits_bfloat16() -> None:
+    assert fits_scalar(9.9e37, torch.bfloat16)
+    assert narrow_scalar(3.4e38, torch.bfloat16) == torch.finfo(torch.bfloat16).max
+
+
+@given(st.floats(-65504, 65504))
+def test_scalars_round_as_numpy_rounds_and_never_vanish(value: float) -> None:
+    rounded = float(np.float16(value))
+    expected = math.copysign(2.0**-24, value) if rounded == 0 and value != 0 else rounded
+    assert narrow_scalar(value, torch.float16) == expected
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))
+def test_tensors_are_narrowed_as_scalars_are(values: list[float]) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        kept = [v for v in values if fits_scalar(v, dtype)]
+        tensor = torch.tensor(kept)
+        before = tensor.clone()
+        assert narrow_tensor(tensor, dtype).double().tolist() == [narrow_scalar(v, dtype) for v in tensor.tolist()]
+        assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype", "expected"),
+    [
+        (torch.randn(64), torch.float16, False),
+        (torch.randn(64) * 1e-3, torch.float16, False),
+        (torch.rand(64) * 1e-7 + 1e-8, torch.float16, True),
+        (torch.rand(64) * 1e-7 + 1e-8, torch.bfloat16, False),
+        (torch.tensor([1.0, 1e-9]), torch.float16, False),
+        (torch.zeros(3), torch.float16, False),
+        (torch.tensor([1.0, -INF]), torch.float16, False),
+        (torch.empty(0), torch.float16, False),
+    ],
+)
+def test_precision_lost_below_the_normal_numbers(tensor: torch.Tensor, dtype: torch.dtype, expected: bool) -> None:
+    assert loses_precision(tensor, dtype) is expected

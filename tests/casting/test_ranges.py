@@ -1,0 +1,109 @@
+"""Interval analysis: bounds hold for what the program computes, and are tight where they can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx import Interpreter, Node
+
+from bitwright.casting._intervals import Interval, dtype_interval
+from bitwright.casting._ranges import RangeAnalysis
+
+from .programs import export
+from .test_int_cast import INTEGER_OPS, RandomIntegers
+
+
+class Expression(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return self.function(x, i)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, i: x.argmax(1), (0, 6)),
+        (lambda x, i: x.argmax(), (0, 34)),
+        (lambda x, i: x.sort(0).indices, (0, 4)),
+        (lambda x, i: x.topk(2, 1).indices, (0, 6)),
+        (lambda x, i: x.max(0).indices, (0, 4)),
+        (lambda x, i: torch.arange(3, 40, 5), (3, 39)),
+        (lambda x, i: torch.arange(10, 0, -3), (1, 10)),
+        (lambda x, i: (x > 0).sum(), (0, 35)),
+        (lambda x, i: (x > 0).sum(1), (0, 7)),
+        (lambda x, i: torch.nonzero(x), (0, 6)),
+        (lambda x, i: torch.bucketize(x, torch.tensor([0.0, 1.0, 2.0])), (0, 3)),
+        (lambda x, i: i.clamp(-3, 9), (-3, 9)),
+        (lambda x, i: i % 10, (0, 9)),
+        (lambda x, i: torch.full((3,), 7) * 2, (14, 14)),
+        (lambda x, i: torch.tensor([4, -9]) + 0 * x.argmax(), (-9, 4)),
+        (lambda x, i: torch.where(x > 0, 5, -2), (-2, 5)),
+        (lambda x, i: torch.ones(4, dtype=torch.int64).cumsum(0), (0, 4)),
+        (lambda x, i: x.shape[0] * torch.ones(2, dtype=torch.int64), (5, 5)),
+        (lambda x, i: i + 1, None),
+        (lambda x, i: x.long(), None),
+        (lambda x, i: i.sum(), None),
+        (lambda x, i: torch.tensor([2**62]) * (x.argmax() + 4), None),
+        (lambda x, i: x.view(torch.int32), None),
+    ],
+)
+def test_bounds_of_single_expressions(function: Any, expected: tuple[int, int] | None) -> None:
+    """None: nothing is known, or the arithmetic may wrap around."""
+    program = export(Expression(function), torch.randn(5, 7), torch.tensor([3, 4]))
+    result = program.graph.output_node().args[0][0]
+    known = RangeAnalysis(program).intervals.get(result)
+    assert (None if known is None else tuple(known)) == expected
+
+
+def test_small_dtypes_bound_themselves() -> None:
+    program = export(
+        Expression(lambda x, i: x.to(torch.uint8).long() + i.to(torch.int8)), torch.rand(2), torch.ones(2).long()
+    )
+    result = program.graph.output_node().args[0][0]
+    assert RangeAnalysis(program).intervals[result] == Interval(-128, 255 + 127)
+
+
+def test_interval_arithmetic() -> None:
+    a, b = Interval(-3, 4), Interval(2, 9)
+    assert (a.magnitude, a.hull(b), a.meet(b)) == (4, Interval(-3, 9), Interval(2, 4))
+    assert Interval(1, 2).meet(Interval(5, 6)) == Interval(1, 2)
+    assert b.within(Interval(2, 9))
+    assert not b.within(a)
+    assert dtype_interval(torch.int16) == Interval(-32768, 32767)
+    assert dtype_interval(torch.bool) == Interval(0, 1)
+
+
+class _Values(Interpreter):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.values: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.values[n] = super().run_node(n)
+        return self.values[n]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, len(INTEGER_OPS) - 1), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=8
+    )
+)
+def test_every_value_lies_inside_its_bounds(steps: list[tuple[int, int, int]]) -> None:
+    inputs = (torch.tensor([-20, 30, 7, 0]), torch.tensor([20, -30, 5, 1]), torch.randn(4, 6))
+    program = export(RandomIntegers(steps), *inputs)
+    a, b, _ = [node for node in program.graph.nodes if node.op == "placeholder"][-3:]
+    known = RangeAnalysis(program, {a: Interval(-20, 30), b: Interval(-30, 20)}).intervals
+    interpreter = _Values(program.graph_module)
+    interpreter.run(*program._graph_module_flat_inputs(inputs, {}))
+    for node, value in interpreter.values.items():
+        if node in known and isinstance(value, torch.Tensor):
+            assert Interval(int(value.min()), int(value.max())).within(known[node]), node.format_node()
