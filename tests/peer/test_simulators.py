@@ -25,13 +25,16 @@ def run_simulators(package: str, cases: list[dict[str, Any]]) -> list[dict[str, 
     for case in cases:
         try:
             spec = spec_module.QuantizationSpec(**case["spec"])
-            simulator = spec_module.QuantizationComponentFactory.create_fake_quantizer(spec, target_enum(case["target"]))
+            simulator = spec_module.QuantizationComponentFactory.create_fake_quantizer(
+                spec, target_enum(case["target"])
+            )
             outputs = []
             for step, batch in enumerate(case["batches"]):
                 x = batch.clone()
                 if case["parameter"]:
                     x = torch.nn.Parameter(x)
                 x.requires_grad_()
+                simulator.enable_fake_quant(not case["only_observe_first"] or step > 0)
                 if step == len(case["batches"]) - 1:
                     simulator.disable_observer()
                 y = simulator(x)
@@ -46,7 +49,9 @@ def run_simulators(package: str, cases: list[dict[str, Any]]) -> list[dict[str, 
 def random_spec(rng: random.Random, shape: tuple[int, ...], target: str) -> dict[str, Any]:
     dtype = rng.choice((*INTEGERS, *INTEGERS, *FLOATS))
     spec: dict[str, Any] = {"dtype": dtype, "granularity": random_granularity(rng, shape)}
-    spec["qparam_calculator_cls"] = rng.choice([name for name in CALCULATORS if name != "dynamic" or target != "weight"])
+    spec["qparam_calculator_cls"] = rng.choice(
+        [name for name in CALCULATORS if name != "dynamic" or target != "weight"]
+    )
     if dtype in FLOATS:
         spec["scale_dtype"] = rng.choice((None, "float8_e8m0fnu"))
     else:
@@ -79,10 +84,11 @@ def random_case(rng: random.Random, generator: torch.Generator) -> dict[str, Any
     shape = rng.choice(SHAPES)
     target = rng.choice(("weight", "activation"))
     dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
-    batches = [random_tensor(rng, generator, shape, dtype) for _ in range(rng.choice((2, 3)))]
+    batches = [random_tensor(rng, generator, shape, dtype) for _ in range(rng.choice((2, 3, 4)))]
     return {
         "spec": random_spec(rng, shape, target),
         "target": target,
+        "only_observe_first": rng.random() < 0.3,
         "parameter": target == "weight" and rng.random() < 0.7,
         "batches": batches,
         "grad": torch.randn(shape, generator=generator).to(dtype),
@@ -109,8 +115,10 @@ def random_tensor(
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Equal in shape, dtype and bits, where any NaN equals any other."""
-    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(
-        torch.nan_to_num(ours.float(), nan=1e30), torch.nan_to_num(theirs.float(), nan=1e30)
+    return (
+        ours.shape == theirs.shape
+        and ours.dtype == theirs.dtype
+        and torch.equal(torch.nan_to_num(ours.float(), nan=1e30), torch.nan_to_num(theirs.float(), nan=1e30))
     )
 
 
