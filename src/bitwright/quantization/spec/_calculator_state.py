@@ -64,7 +64,9 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no tensor can change the parameters any more."""
+        """Whether no tensor can change the parameters any more; a class with a ``forward`` of its own never says so."""
+        if type(self).forward is not StatefulQParamsCalculatorBase.forward:
+            return False
         if self._export_mode:
             return True
         fixed_low, fixed_high = self.float_range

@@ -17,7 +17,7 @@ from .qparams_calculator import (
 )
 from .range_calculator import MinMaxRangeCalculator
 
-__all__ = ["follows_latest", "is_plainly_static", "measures_both_ends", "tracks_in_place"]
+__all__ = ["follows_latest", "is_plainly_static", "is_settled_dynamic", "measures_both_ends", "tracks_in_place"]
 
 
 def is_plainly_static(calculator: Any) -> bool:
@@ -33,6 +33,11 @@ def follows_latest(calculator: Any) -> bool:
     if type(calculator) is DynamicQParamsCalculator:
         return type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
     return is_plainly_static(calculator) and not calculator.is_frozen and measures_both_ends(calculator)
+
+
+def is_settled_dynamic(calculator: Any) -> bool:
+    """Whether a tensor that is not going to be quantized has nothing to tell the calculator."""
+    return type(calculator) is DynamicQParamsCalculator and calculator._initialized
 
 
 def measures_both_ends(calculator: Any) -> bool:

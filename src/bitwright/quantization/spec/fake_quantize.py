@@ -17,7 +17,7 @@ from bitwright.formats import n_bits_of, round_to_fp4
 from bitwright.kernels import Grid
 
 from ._block_layout import BlockLayout
-from ._one_pass import follows_latest, is_plainly_static, measures_both_ends, tracks_in_place
+from ._one_pass import follows_latest, is_plainly_static, is_settled_dynamic, measures_both_ends, tracks_in_place
 from ._ste import _FusedFakeQuantizeIntSTE as _FusedFakeQuantizeIntSTE
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
@@ -159,7 +159,7 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
         if stateful and not tracing and type(tensor) is torch.nn.Parameter:
             return self._forward_weight(tensor, calculator)
         qparams: QParams | None = None
-        if self._observer_on or not stateful:
+        if not stateful or (self._observer_on and not calculator.is_frozen):
             y = None if tracing else self._at_once(tensor, calculator)
             if y is not None:
                 return y
@@ -175,8 +175,10 @@ class FakeQuantizeImplBase(SwitchedModule, CompressionSimulatorBase, ABC):
         """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""
         if not self._is_fused() or _is_in_backward() or not tensor.numel():
             return None
-        if self._fake_quant_on and follows_latest(calculator):
-            return self._follow(tensor, calculator)
+        if follows_latest(calculator):
+            if self._fake_quant_on:
+                return self._follow(tensor, calculator)
+            return tensor if is_settled_dynamic(calculator) else None
         if not tracks_in_place(calculator, tensor.dtype, tensor.device):
             return None
         with contextlib.suppress(_BlockSizeMismatchError):  # the calculator meets it again and says so
@@ -443,8 +445,15 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
         zero_point: torch.Tensor | None,
         minval: torch.Tensor | None,
     ) -> torch.Tensor:
-        if self._is_fused():
-            return _DefaultFakeQuantizeImpl._fused_fake_quant_dequant(self, tensor, scale, zero_point, minval)
+        if self._is_fused():  # the kernel computes in float32 by itself
+            return kernels.fake_quantize(
+                tensor,
+                scale,
+                zero_point,
+                minval,
+                block_size=self._block_size(tensor.shape),
+                grid=self._current_grid(),
+            )
         return super()._fake_quantize(tensor, scale, zero_point, minval)
 
     def _fused_fake_quant_dequant(
