@@ -6,18 +6,26 @@ that stores the base class and rebuilds the parametrized one on loading.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .call_frames import thread_frames
+
 __all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
 
 
-def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> None:
-    """Make ``module.<name>`` read as ``simulator(tensor)``; the tensor goes to ``parametrizations.<name>.original``."""
+def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Callable[[], None]:
+    """Make ``module.<name>`` read as ``simulator(tensor)``; the tensor goes to ``parametrizations.<name>.original``.
+
+    Returns:
+        The function that undoes it: the tensor stands in its old place again, in the old order.
+    """
     stacked = parametrize.is_parametrized(module, name)
+    order = [*module._parameters, *module._buffers]
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
     _make_picklable(module)
     if not stacked:
@@ -25,21 +33,29 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> No
     if isinstance(module, nn.RNNBase):
         _use_live_weights(module)
 
+    def undo() -> None:
+        clear_parametrization(module, name)
+        for slots in (module._parameters, module._buffers):
+            _reorder(slots, order)
+
+    return undo
+
 
 def clear_parametrization(module: nn.Module, name: str) -> None:
-    """Undo :func:`parametrize_tensor`: the original tensor stands in its old place again, in the old order."""
+    """Take all simulators off ``module.<name>``; the original tensor stands in its place again."""
     original = original_tensor(module, name)
-    names = [*module._parameters, *module._buffers]
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-    slot: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
-    slot.pop(name, None)
-    rest = dict(slot)
-    slot.clear()
-    slot[name] = original
-    slot.update(rest)
+    slots: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
+    slots[name] = original
     if isinstance(module, nn.RNNBase) and not parametrize.is_parametrized(module):
         _restore_rnn(module)
-    assert name not in names or names
+
+
+def _reorder(slots: dict[str, Any], order: Sequence[str]) -> None:
+    rank = {name: position for position, name in enumerate(order)}
+    entries = sorted(slots.items(), key=lambda entry: rank.get(entry[0], len(rank)))
+    slots.clear()
+    slots.update(entries)
 
 
 def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
@@ -60,11 +76,17 @@ def _quicken(module: nn.Module, name: str) -> None:
     def read(self: nn.Module) -> torch.Tensor:
         chain: Any = self._modules["parametrizations"]._modules[name]  # type: ignore[union-attr]
         simulators = chain._modules
-        if len(simulators) != 1 or chain._forward_hooks or chain._forward_pre_hooks or parametrize._cache_enabled:
-            tensor: torch.Tensor = generic_read(self)
-        else:
-            tensor = simulators["0"](chain.original)
-        return tensor
+        plain = len(simulators) == 1 and not (chain._forward_hooks or chain._forward_pre_hooks)
+        stack = thread_frames.stack
+        if stack:  # what a simulator calls is no call of the module that reads its weight
+            stack.append(None)
+        try:
+            use_generic = not plain or parametrize._cache_enabled
+            tensor: torch.Tensor = generic_read(self) if use_generic else simulators["0"](chain.original)
+            return tensor
+        finally:
+            if stack:
+                stack.pop()
 
     setattr(cls, name, property(read, generic.fset, generic.fdel))
 

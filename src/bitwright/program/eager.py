@@ -1,4 +1,4 @@
-"""Eager front end: one traced forward, recorded through a torch function mode and forward hooks."""
+"""Eager front end: one traced forward, recorded through a torch function mode and scopes around forwards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
@@ -34,7 +36,7 @@ def trace_eager(
     tracer = _Tracer(model)
     kwargs = dict(example_kwargs or {})
     with preserved_state(model):
-        handles = tracer.install()
+        undo = tracer.install()
         try:
             with tracer.mode:
                 model(*example_inputs, **kwargs)
@@ -45,8 +47,8 @@ def trace_eager(
                 f"traced with the example inputs: {error}. Check that model(*example_inputs) runs in eval mode."
             ) from error
         finally:
-            for handle in handles:
-                handle.remove()
+            for restore in undo:
+                restore()
     return tracer.program()
 
 
@@ -79,16 +81,11 @@ class _Tracer:
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
 
-    def install(self) -> list[Any]:
-        handles: list[Any] = []
-        for module in self.model.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-        return handles
+    def install(self) -> list[Callable[[], None]]:
+        modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        return [wrap_forward(_TraceScope(module, self)) for module in modules]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
         path = self.paths[id(module)]
         frame = _Frame(path, path not in self.visited)
         self.visited.add(path)
@@ -101,11 +98,9 @@ class _Tracer:
                 frame.call.inputs.append(self._value_of(leaf, name, kind))
             self.calls[path] = frame.call
         self.frames.append(frame)
+        return frame
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        frame = self.frames.pop()
-        if output is None and self.failed_in is None:
-            self.failed_in = frame.path
+    def leave(self, frame: _Frame, output: Any) -> None:
         if frame.recording:
             for index, leaf in enumerate(tree_leaves(output)):
                 frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
@@ -184,6 +179,27 @@ class _Tracer:
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
         )
+
+
+class _TraceScope(ForwardScope):
+    """Tells the tracer when a module's forward begins and ends."""
+
+    def __init__(self, module: nn.Module, tracer: _Tracer) -> None:
+        super().__init__(module)
+        self.tracer = tracer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracer = self.tracer
+        frame = tracer.enter(self.module, args, kwargs)
+        try:
+            output = self.run(*args, **kwargs)
+        except Exception:
+            tracer.failed_in = tracer.failed_in if tracer.failed_in is not None else frame.path
+            raise
+        finally:
+            tracer.frames.pop()
+        tracer.leave(frame, output)
+        return output
 
 
 class _RecordingMode(TorchFunctionMode):

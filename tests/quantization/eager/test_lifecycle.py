@@ -157,7 +157,7 @@ def test_prepared_model_survives(tokens, survive, tmp_path):
     assert torch.equal(prepared(tokens), expected)
 
 
-@pytest.mark.parametrize("make", ["transformer", "cnn"])
+@pytest.mark.parametrize("make", [pytest.param("transformer", marks=pytest.mark.slow), "cnn"])
 def test_compiled_model_computes_the_same(make, tokens):
     """torch.compile of a prepared model, with activations, in eval mode."""
     torch.manual_seed(0)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
-from bitwright._utils.parametrization import clear_parametrization, parametrize_tensor
+from bitwright._utils.forward_scope import wrap_forward
+from bitwright._utils.parametrization import parametrize_tensor
 from bitwright.planning import Placement, Plan, Site
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program import ModuleCall, Op, Program
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .interception import CallSites, CallTable, attach_frame, attach_input, attach_output, attach_shield
+from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope
 
 __all__ = ["Insertion"]
 
@@ -36,6 +35,7 @@ class Insertion:
         self._modules = dict(model.named_modules())
         self._undo: list[Callable[[], Any]] = []
         self._tables: dict[str, CallTable] = {}
+        self._scopes: dict[str, OpScope] = {}
         built = [(_build(placement), placement) for placement in plan.placements]
         try:
             for simulator, placement in built:
@@ -63,8 +63,7 @@ class Insertion:
             module = self._modules.get(path)
             if module is None:  # an alias of a module that is already done under its canonical name
                 continue
-            parametrize_tensor(module, attribute, simulator)
-            self._undo.append(functools.partial(clear_parametrization, module, attribute))
+            self._undo.append(parametrize_tensor(module, attribute, simulator))
 
     def _insert_activation(self, simulator: FakeQuantizeImplBase, site: Site) -> None:
         op = site.op
@@ -74,22 +73,24 @@ class Insertion:
         simulator.tensor_fqn = f"{op.module_path}.{child}" if op.module_path else child
         module.add_module(child, simulator)
         self._undo.append(lambda: module._modules.pop(child, None))
-        if not self._hook_single_op(module, self._program.calls[op.module_path], site, child):
+        if not self._wrap_single_op(module, self._program.calls[op.module_path], site, child):
             self._add_to_table(op, site, child)
 
-    def _hook_single_op(self, module: nn.Module, call: ModuleCall, site: Site, child: str) -> bool:
+    def _wrap_single_op(self, module: nn.Module, call: ModuleCall, site: Site, child: str) -> bool:
         if not _is_single_op(module, call):
             return False
+        crossing = call.inputs if site.argument is not None else call.outputs
+        if site.value not in crossing:
+            return False
+        index = crossing.index(site.value)
+        scope = self._scopes.get(call.path)
+        if scope is None:
+            scope = self._scopes[call.path] = OpScope(module)
+            self._undo.append(wrap_forward(scope))
         if site.argument is not None:
-            if site.argument.value not in call.inputs:
-                return False
-            index = call.inputs.index(site.argument.value)
-            handle = attach_input(module, index, call.input_names[index], child)
+            scope.inputs.append((index, call.input_names[index], child))
         else:
-            if site.value not in call.outputs:
-                return False
-            handle = attach_output(module, call.outputs.index(site.value), child)
-        self._undo.append(handle.remove)
+            scope.outputs.append((index, child))
         return True
 
     def _add_to_table(self, op: Op, site: Site, child: str) -> None:
@@ -104,21 +105,13 @@ class Insertion:
     def _attach_frames(self) -> None:
         shielded: set[str] = set()
         for path, table in self._tables.items():
-            call, module = self._program.calls[path], self._modules[path]
+            call = self._program.calls[path]
             planned = {base for base, _ in map(_split_call, table.sites)}
             table.seen = _count(op.type for op in call.ops if op.type in QUANTIZER_EAGER_OPS or op.type in planned)
             shielded.update(child for child in call.children if child not in self._tables)
-            self._undo += [handle.remove for handle in attach_frame(module, table)]
-        for path in shielded:
-            self._undo += [handle.remove for handle in attach_shield(self._modules[path])]
-        for weights in self._weights_below_frames():
-            self._undo += [handle.remove for handle in attach_shield(weights)]
-
-    def _weights_below_frames(self) -> list[nn.Module]:
-        """A frame may read a weight of any module below it (attention reads that of its output projection)."""
-        roots = [self._modules[path] for path in self._tables]
-        found = {id(m): m for root in roots for m in root.modules() if isinstance(m, parametrize.ParametrizationList)}
-        return list(found.values())
+            self._undo.append(wrap_forward(FrameScope(self._modules[path], table)))
+        for path in sorted(shielded - self._scopes.keys()):
+            self._undo.append(wrap_forward(ShieldScope(self._modules[path])))
 
 
 def _build(placement: Placement) -> FakeQuantizeImplBase:
@@ -131,7 +124,7 @@ def _build(placement: Placement) -> FakeQuantizeImplBase:
 
 
 def _is_single_op(module: nn.Module, call: ModuleCall) -> bool:
-    """True for torch's own modules whose forward is one call, so that hooks on the module are hooks on the op."""
+    """True for torch's own modules whose forward is one call, so that the module's boundary is the op's."""
     source = getattr(type(module).forward, "__module__", "") or ""
     return source.startswith("torch.nn.modules") and len(call.ops) == 1 and not call.children
 

@@ -1,17 +1,16 @@
 """Simulators on function calls of eager models.
 
-A module that *is* one op (``nn.Linear``) gets plain forward hooks. A module that calls functions itself
-(``x + y``, ``torch.matmul``) becomes a frame: while it runs, a torch function mode counts its calls by function name
-and routes the planned ones through their simulators. Modules called from a frame run in an empty frame, so that
-their own calls are neither counted nor touched. A thread has a stack of frames; the mode is active while any is full.
+A module that *is* one op (``nn.Linear``) gets an :class:`OpScope` around its forward. A module that calls functions
+itself (``x + y``, ``torch.matmul``) becomes a frame: while it runs, a torch function mode counts its calls by function
+name and routes the planned ones through their simulators. Modules called from a frame run in an empty frame, so that
+their own calls are neither counted nor touched. The mode is active while a thread has frames.
 
-Hooks hold plain data only and find their simulators among the children of the module that is called, so that models
-deep-copy and pickle.
+Scopes hold plain data and find their simulators among the children of their module, so that models can be copied and
+pickled.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
+from bitwright._utils.call_frames import thread_frames
+from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 
-__all__ = [
-    "CallSites",
-    "CallTable",
-    "attach_frame",
-    "attach_input",
-    "attach_output",
-    "attach_shield",
-]
+__all__ = ["CallSites", "CallTable", "FrameScope", "OpScope", "ShieldScope"]
 
 
 @dataclass(slots=True)
@@ -74,20 +67,11 @@ class _Frame:
         self.counts: dict[str, int] = {}
 
 
-class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[_Frame | None] = []
-        self.modes: list[_InterceptMode | None] = []
-
-
-_state = _ThreadState()
-
-
 class _InterceptMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        frame = _state.frames[-1]
+        frame = thread_frames.stack[-1]
         if frame is None:
             return func(*args, **(kwargs or {}))
         base = func.__name__
@@ -163,94 +147,69 @@ def _report_unplanned(table: CallTable, call: str) -> None:
     )
 
 
-class _Hook:
-    """A hook that knows its id, so that ids given out after unpickling do not collide with it."""
+class OpScope(ForwardScope):
+    """Simulators on the arguments and outputs of a module that is one op.
 
-    handle_id: int = -1
+    Attributes:
+        inputs: ``(position, parameter name, child name of the simulator)``.
+        outputs: ``(position, child name of the simulator)``.
+    """
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        RemovableHandle.next_id = max(RemovableHandle.next_id, self.handle_id + 1)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.inputs: list[tuple[int, str, str]] = []
+        self.outputs: list[tuple[int, str]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = thread_frames.stack
+        if not stack:
+            return self._simulate(args, kwargs)
+        stack.append(None)
+        try:
+            return self._simulate(args, kwargs)
+        finally:
+            stack.pop()
+
+    def _simulate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        children = self.module._modules
+        for index, name, child in self.inputs:
+            simulate: Any = children[child]
+            if index < len(args):
+                args = (*args[:index], simulate(args[index]), *args[index + 1 :])
+            elif name in kwargs:
+                kwargs[name] = simulate(kwargs[name])
+        result = self.run(*args, **kwargs)
+        for index, child in self.outputs:
+            result = _replace_output(result, index, children[child])
+        return result
 
 
-class _InputHook(_Hook):
-    def __init__(self, index: int, name: str, child: str) -> None:
-        self.index, self.name, self.child = index, name, child
+class FrameScope(ForwardScope):
+    """Routes the planned calls of a module's own forward through its simulators."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        simulate: Any = module._modules[self.child]
-        if self.index < len(args):
-            replaced = (*args[: self.index], simulate(args[self.index]), *args[self.index + 1 :])
-            return replaced, kwargs
-        return args, {**kwargs, self.name: simulate(kwargs[self.name])}
-
-
-class _OutputHook(_Hook):
-    def __init__(self, index: int, child: str) -> None:
-        self.index, self.child = index, child
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _replace_output(output, self.index, module._modules[self.child])
-
-
-class _EnterFrame(_Hook):
-    def __init__(self, table: CallTable) -> None:
+    def __init__(self, module: nn.Module, table: CallTable) -> None:
+        super().__init__(module)
         self.table = table
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        mode = None if any(mode is not None for mode in _state.modes) else _InterceptMode()
-        _state.frames.append(_Frame(self.table, module))
-        _state.modes.append(mode)
-        if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = thread_frames.stack
+        stack.append(_Frame(self.table, self.module))
+        try:
+            if len(stack) > 1:  # the mode is active already
+                return self.run(*args, **kwargs)
+            with _InterceptMode():
+                return self.run(*args, **kwargs)
+        finally:
+            stack.pop()
 
 
-class _EnterShield(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _state.frames.append(None)
-        _state.modes.append(None)
+class ShieldScope(ForwardScope):
+    """Keeps the calls made inside a module from being taken for calls of the frame around it."""
 
-
-class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not _state.frames:
-            return
-        _state.frames.pop()
-        mode = _state.modes.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-
-def attach_input(module: nn.Module, index: int, name: str, child: str) -> RemovableHandle:
-    """Route argument ``index`` (or keyword ``name``) of ``module`` through its child ``child``."""
-    hook = _InputHook(index, name, child)
-    return _remember(hook, module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-def attach_output(module: nn.Module, index: int, child: str) -> RemovableHandle:
-    """Route output ``index`` of ``module`` through its child ``child``."""
-    hook = _OutputHook(index, child)
-    return _remember(hook, module.register_forward_hook(hook))
-
-
-def attach_frame(module: nn.Module, table: CallTable) -> list[RemovableHandle]:
-    """Intercept the calls that ``module`` makes in its own forward, as ``table`` says."""
-    return _attach_scope(module, _EnterFrame(table))
-
-
-def attach_shield(module: nn.Module) -> list[RemovableHandle]:
-    """Keep the calls made inside ``module`` from being taken for calls of the frame around it."""
-    return _attach_scope(module, _EnterShield())
-
-
-def _attach_scope(module: nn.Module, enter: Any) -> list[RemovableHandle]:
-    leave = _Leave()
-    return [
-        _remember(enter, module.register_forward_pre_hook(enter, prepend=True)),
-        _remember(leave, module.register_forward_hook(leave, always_call=True)),
-    ]
-
-
-def _remember(hook: _Hook, handle: RemovableHandle) -> RemovableHandle:
-    hook.handle_id = handle.id
-    return handle
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = thread_frames.stack
+        stack.append(None)
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            stack.pop()
