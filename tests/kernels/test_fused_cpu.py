@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,29 +16,43 @@ from kernel_strategies import Case, cases
 from bitwright.kernels import reference
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
-more = settings(max_examples=300, deadline=None)
+more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), deadline=None)
+threads = pytest.mark.parametrize("threads", [1, 3])
 
 
+@contextmanager
+def thread_count(count: int) -> Iterator[None]:
+    """Let the kernels use so many threads, for tensors of any size when there are several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "thread_count", lambda: count)
+        if count > 1:
+            patch.setattr(fused, "GRAIN", 1)
+        yield
+
+
+@threads
 @more
-@given(cases())
-def test_observe_and_fake_quantize(case: Case) -> None:
+@given(case=cases())
+def test_observe_and_fake_quantize(threads: int, case: Case) -> None:
     """Output, scale, zero point, minval and gradient are the reference's."""
     results = []
     for form in (reference, fused):
         x = case.x.detach().requires_grad_()
-        y, *made = form.observe_and_fake_quantize(
-            x, block_size=case.block_size, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
-        )
-        y.backward(case.gradient)
+        with thread_count(threads):
+            y, *made = form.observe_and_fake_quantize(
+                x, block_size=case.block_size, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
+            )
+            y.backward(case.gradient)
         assert y.dtype == x.dtype
         results.append((y.detach(), x.grad, *made))
     for place, (expected, mine) in enumerate(zip(*results, strict=True)):
         assert_same(mine, expected, zero_sign=place < 2)
 
 
+@threads
 @more
-@given(cases(), st.data())
-def test_given_parameters(case: Case, data: st.DataObject) -> None:
+@given(case=cases(), data=st.data())
+def test_given_parameters(threads: int, case: Case, data: st.DataObject) -> None:
     """Fake-quantize, quantize and dequantize with any parameters, also such as no observer would choose."""
     low, high = reference.min_max(case.x, case.block_size)
     scale, zero_point, minval = reference.choose_qparams(
@@ -52,50 +70,58 @@ def test_given_parameters(case: Case, data: st.DataObject) -> None:
     grads = []
     for form in (reference, fused):
         x = case.x.detach().requires_grad_()
-        y = form.fake_quantize(x, *made, **options)
-        y.backward(case.gradient)
+        with thread_count(threads):
+            y = form.fake_quantize(x, *made, **options)
+            y.backward(case.gradient)
         grads.append((y.detach(), x.grad))
     assert_same(grads[1][0], grads[0][0])
     assert_same(grads[1][1], grads[0][1])
     codes = reference.quantize(case.x, *made, **options)
-    assert_same(fused.quantize(case.x, *made, **options), codes)
-    for output in (torch.float32, case.x.dtype):
-        assert_same(
-            fused.dequantize(codes, *made, **options, output_dtype=output),
-            reference.dequantize(codes, *made, **options, output_dtype=output),
-        )
+    with thread_count(threads):
+        assert_same(fused.quantize(case.x, *made, **options), codes)
+        for output in (torch.float32, case.x.dtype):
+            assert_same(
+                fused.dequantize(codes, *made, **options, output_dtype=output),
+                reference.dequantize(codes, *made, **options, output_dtype=output),
+            )
 
 
+@threads
 @more
-@given(cases())
-def test_ranges_and_parameters(case: Case) -> None:
+@given(case=cases())
+def test_ranges_and_parameters(threads: int, case: Case) -> None:
     """Ranges and the parameters chosen from them are the reference's."""
-    expected, mine = reference.min_max(case.x, case.block_size), fused.min_max(case.x, case.block_size)
-    for a, b in zip(mine, expected, strict=True):
-        assert_same(a, b, zero_sign=False)
     options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
-    for a, b in zip(
-        fused.choose_qparams(*expected, **options), reference.choose_qparams(*expected, **options), strict=True
-    ):
+    expected = reference.min_max(case.x, case.block_size)
+    with thread_count(threads):
+        mine = fused.min_max(case.x, case.block_size)
+        chosen = fused.choose_qparams(*expected, **options)
+    for a, b in zip((*mine, *chosen), (*expected, *reference.choose_qparams(*expected, **options)), strict=True):
         assert_same(a, b, zero_sign=False)
 
 
+@threads
 @more
-@given(cases(), st.sampled_from([None, 0.01, 0.5, 0.3]), st.lists(st.booleans(), min_size=1, max_size=3))
-def test_running_range(case: Case, constant: float | None, restarts: list[bool]) -> None:
+@given(
+    case=cases(),
+    constant=st.sampled_from([None, 0.01, 0.5, 0.3]),
+    restarts=st.lists(st.booleans(), min_size=1, max_size=3),
+)
+def test_running_range(threads: int, case: Case, constant: float | None, restarts: list[bool]) -> None:
     """A running range, what is chosen from it and the output are the reference's after every step."""
     low, high = reference.min_max(case.x, case.block_size)
     made = reference.choose_qparams(low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype)
     states = [[t if t is None else torch.zeros(t.shape, dtype=t.dtype) for t in (low, high, *made)] for _ in range(2)]
     x = case.x
     for restart in [True, *restarts]:
-        outputs = [
-            form.observe_running_and_fake_quantize(
-                x, *state, block_size=case.block_size, grid=case.grid, scheme=case.scheme,
-                scale_dtype=case.scale_dtype, averaging_constant=constant, restart=restart,
-            )
-            for form, state in zip((reference, fused), states, strict=True)
-        ]  # fmt: skip
+        outputs = []
+        for form, state in zip((reference, fused), states, strict=True):
+            with thread_count(threads):
+                y = form.observe_running_and_fake_quantize(
+                    x, *state, block_size=case.block_size, grid=case.grid, scheme=case.scheme,
+                    scale_dtype=case.scale_dtype, averaging_constant=constant, restart=restart,
+                )  # fmt: skip
+            outputs.append(y)
         assert_same(outputs[1], outputs[0])
         for a, b in zip(states[1], states[0], strict=True):
             assert_same(a, b, zero_sign=False)

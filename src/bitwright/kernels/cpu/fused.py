@@ -13,11 +13,12 @@ import torch
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.reference import check_running
 
+from .lanes import LANES
 from .layout import Layout, layout_of
 from .loops import CODES, FAKE, HIGHEST, LOWEST, VALUES, accumulate, map_part, mask_part
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import choose_part, extremes, finish, observe_rows
-from .threads import run_parts, thread_count
+from .threads import part_count, run_parts, thread_count
 
 __all__ = ["choose_qparams", "dequantize", "fake_quantize", "min_max", "observe_and_fake_quantize", "quantize"]
 
@@ -38,13 +39,9 @@ def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     return x.contiguous(), None
 
 
-def _parts(layout: Layout) -> int:
-    return 1 if layout.numel < 2 * GRAIN else min(thread_count(), layout.numel // GRAIN)
-
-
-def _units(layout: Layout) -> int:
-    """Units of work that ``map_part`` divides: vectors in flat layouts, else rows."""
-    return -(-layout.numel // 16) if layout.flat else layout.rows
+def _threads(elements: int) -> int:
+    """Number of threads that a pass over so many elements is worth."""
+    return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
 
 
 class _Prepared(NamedTuple):
@@ -98,13 +95,9 @@ def _map(op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, g
     layout = given.layout
     arguments = (
         op, x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), DTYPES[y.dtype], _address(mask), given.scale.data_ptr(),
-        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address,
+        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address, layout.words,
     )  # fmt: skip
-    parts = _parts(layout)
-    if parts == 1:
-        map_part(*arguments, 0, _units(layout))
-    else:
-        run_parts(map_part, arguments, _units(layout), parts, (x, y, mask, given))
+    run_parts(map_part, arguments, _threads(layout.numel), (x, y, mask, given))
 
 
 def _new_mask(layout: Layout) -> torch.Tensor:
@@ -121,8 +114,9 @@ def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> 
     out = torch.empty_like(gradient)
     arguments = (
         gradient.data_ptr(), words.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout),
+        layout.words,
     )  # fmt: skip
-    run_parts(mask_part, arguments, layout.words, _parts(layout), (gradient, words, out))
+    run_parts(mask_part, arguments, _threads(layout.numel), (gradient, words, out))
     return out
 
 
@@ -215,26 +209,22 @@ def dequantize(
     return values
 
 
-def _keys(x: torch.Tensor, layout: Layout, parts: int) -> torch.Tensor:
+def _keys(x: torch.Tensor, layout: Layout, threads: int) -> torch.Tensor:
     """Order keys of the blocks' extremes, found by several threads: shape (2, sets, blocks).
 
-    Threads share one set of keys where they work on different blocks, else each has its own.
+    Parts share one set of keys where they work on different blocks, else each has its own.
     """
-    sets = 1 if layout.disjoint >= parts else min(parts, layout.rows)
-    keys = torch.empty((2, sets, layout.blocks), dtype=torch.int32)
+    parts = part_count(threads)
+    shared = layout.disjoint >= parts
+    keys = torch.empty((2, 1 if shared else parts, layout.blocks), dtype=torch.int32)
     keys[0].fill_(HIGHEST)
     keys[1].fill_(LOWEST)
-    arguments = (x.data_ptr(), DTYPES[x.dtype], layout.address)
-    lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
-    units = layout.disjoint if sets == 1 else sets
-
-    def work(begin: int, end: int) -> None:
-        first, last = layout.rows * begin // units, layout.rows * end // units
-        # With a set of its own a part is a single unit.
-        shift = 0 if sets == 1 else 4 * begin * layout.blocks
-        accumulate(*arguments, lows + shift, highs + shift, first, last)
-
-    run_parts(work, (), units, parts, (x, keys))
+    words = layout.rows * -(-layout.length // LANES)
+    arguments = (
+        x.data_ptr(), DTYPES[x.dtype], layout.address, keys[0].data_ptr(), keys[1].data_ptr(),
+        0 if shared else layout.blocks, layout.disjoint if shared else words, words,
+    )  # fmt: skip
+    run_parts(accumulate, arguments, threads, (x, keys))
     return keys
 
 
@@ -242,15 +232,15 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     """``reference.min_max``."""
     dense, order = _dense(x.detach())
     layout = layout_of(dense.shape, order, block_size)
-    parts = _parts(layout)
-    if parts == 1:
+    threads = _threads(layout.numel)
+    if threads == 1:
         low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
     else:
-        keys = _keys(dense, layout, parts)
+        keys = _keys(dense, layout, threads)
         sets = keys.shape[1]
         low, high = keys.view(torch.float32)[:, 0].view(2, *layout.counts).unbind(0)
     extremes(
-        dense.data_ptr() if parts == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
+        dense.data_ptr() if threads == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
         sets, layout.blocks,
     )  # fmt: skip
     return low.to(x.dtype), high.to(x.dtype)
@@ -266,10 +256,10 @@ def _finish(
 ) -> None:
     """Find the ranges of the blocks, update the running range if there is one, and write the parameters."""
     scale, zero_point, minval = made
-    parts = _parts(layout)
+    threads = _threads(layout.numel)
     source, lows, highs, sets = x.data_ptr(), 0, 0, 1
-    if parts > 1:
-        keys = _keys(x, layout, parts)
+    if threads > 1:
+        keys = _keys(x, layout, threads)
         source, lows, highs, sets = 0, keys[0].data_ptr(), keys[1].data_ptr(), keys.shape[1]
     mode, constant, running_lows, running_highs = 0, 0.0, 0, 0
     if running is not None:
@@ -303,11 +293,9 @@ def choose_qparams(
     scale, zero_point, minval = made
     arguments = (
         low.data_ptr(), high.data_ptr(), DTYPES[min_val.dtype], scheme_code(grid, scheme, scale_dtype), native.address,
-        scale.data_ptr(), _address(zero_point), _address(minval),
+        scale.data_ptr(), _address(zero_point), _address(minval), scale.numel(),
     )  # fmt: skip
-    blocks = scale.numel()
-    parts = 1 if blocks < GRAIN else thread_count()
-    run_parts(choose_part, arguments, blocks, parts, (low, high, made))
+    run_parts(choose_part, arguments, _threads(scale.numel()), (low, high, made))
     return made
 
 
@@ -343,12 +331,13 @@ def _observe(
     scale, zero_point, minval = made
     dtype = DTYPES[x.dtype]
     outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
-    parts = _parts(layout)
-    if layout.rowwise and not layout.flat and (parts == 1 or layout.rows >= parts):
+    threads = _threads(layout.numel)
+    if layout.rowwise and not layout.flat and (threads == 1 or layout.rows >= part_count(threads)):
         arguments = (
             x.data_ptr(), dtype, y.data_ptr(), _address(mask), scheme, *outputs, layout.address, grid.address,
+            layout.rows,
         )  # fmt: skip
-        run_parts(observe_rows, arguments, layout.rows, parts, (x, y, mask, made))
+        run_parts(observe_rows, arguments, threads, (x, y, mask, made))
     else:
         _finish(x, layout, grid, scheme, made)
         _map(FAKE, x, y, mask, _used(made, layout, grid))

@@ -25,6 +25,7 @@ __all__ = [
     "as_bits",
     "as_float",
     "f16_of_float",
+    "fetch_add",
     "float_from_bits",
     "float_of_f16",
     "float_to_bits",
@@ -234,6 +235,9 @@ def _poke(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, _pointer(builder, address, value.type))
 
 
+fetch_add = _operation(
+    types.int64, (_ADDRESS,), lambda b, a: b.atomic_rmw("add", _pointer(b, a, _I64), _I64(1), "acq_rel")
+)
 poke_f32 = _operation(types.void, (_ADDRESS, types.float32), _poke)
 poke_i16 = _operation(types.void, (_ADDRESS, types.int16), _poke)
 poke_i32 = _operation(types.void, (_ADDRESS, types.int32), _poke)

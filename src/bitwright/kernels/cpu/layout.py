@@ -32,7 +32,8 @@ class Layout:
         flat: whether rows are too short for vectors, so that elements are walked in flat vectors.
         rowwise: whether row ``r`` is exactly block ``r``.
         disjoint: number of equal groups of rows that share no block, 1 if there is no such division.
-        words: number of 16-bit words that a mask of one bit per element takes; in long rows each row starts a word.
+        words: number of vectors of sixteen elements, each with a word in the mask of one bit per element. Rows start a
+            word, except in a flat layout.
         table: ``rows, length, per_element, flat, outer count, sizes..., block strides...`` for the kernels.
         address: address of ``table``.
     """
@@ -95,8 +96,7 @@ def layout_of(shape: tuple[int, ...], order: tuple[int, ...] | None, block_size:
     inner = runs.pop() if runs and runs[-1].stride in (0, 1) else _Run(1, 0)
     rows = numel // inner.size
     flat = inner.size < _LONG_ROW and inner.size % LANES != 0
-    whole_words = flat or inner.size % LANES == 0
-    words = -(-numel // LANES) if whole_words else rows * -(-inner.size // LANES)
+    words = -(-numel // LANES) if flat else rows * -(-inner.size // LANES)
     rowwise = not per_element and (rows == 1 or (len(runs) == 1 and runs[0].stride == 1))
     disjoint = runs[0].size if runs and runs[0].stride else 1
     table = np.array(

@@ -1,9 +1,9 @@
 """The loops over a tensor's rows.
 
-Every function takes addresses, the layout's table (``layout.Layout``), and the part of the work to do, so that parts
-can run at the same time. Rows that are too short for vectors are walked in flat vectors of sixteen elements, for which
-the parameters are first spread out, a tile at a time. The last few elements of a row pass through a buffer of a whole
-vector.
+Every function takes addresses and the layout's table (``layout.Layout``). Several threads may run one function at the
+same time and share its parts. Work is counted in words: vectors of sixteen elements, each with a word in the mask. Rows
+that are too short for vectors are walked in flat vectors, for which the parameters are first spread out, a tile at a
+time. The last few elements of a row pass through a buffer of a whole vector.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .lanes import (
     LANES,
     Lanes,
     Scalar,
+    fetch_add,
     from_mask,
     keep_first,
     load_f32,
@@ -46,9 +47,11 @@ __all__ = [
     "VALUES",
     "accumulate",
     "element_bytes",
+    "first_part",
     "map_part",
     "map_rows",
     "mask_part",
+    "next_part",
     "range_of_row",
     "widen",
 ]
@@ -74,6 +77,28 @@ def block_of_row(table: int, row: int) -> Scalar:
         block += (row - quotient * size) * peek_i64(strides + 8 * place)
         row = quotient
     return block + row * peek_i64(strides)
+
+
+@inlined
+def first_part(control: int) -> Scalar:
+    """The number of the first part that the calling thread works on.
+
+    Threads take the parts of a job one after the other from a counter in memory, so that a thread that comes late or
+    is held up does less. The second number in memory counts the parts that are done.
+
+    Args:
+        control: address of two int64 zeros shared by the threads, or 0 for a single thread.
+    """
+    return fetch_add(control) if control != 0 else 0
+
+
+@inlined
+def next_part(control: int, part: int) -> Scalar:
+    """Report a part as done and return the number of the next one."""
+    if control == 0:
+        return part + 1
+    fetch_add(control + 8)
+    return fetch_add(control)
 
 
 @inlined
@@ -136,52 +161,57 @@ def map_rows(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
     table: int, grid: int, begin: int, end: int, buffer: int,
 ) -> None:  # fmt: skip
-    """Map rows ``begin`` to ``end``; ``buffer`` has room for two vectors."""
+    """Map the words ``begin`` to ``end``, a row after the other; ``buffer`` has room for two vectors."""
     length, per_element = peek_i64(table + 8), peek_i64(table + 16)
     words = (length + LANES - 1) // LANES
-    whole = length - length % LANES
     in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
     # Read before the loop: for all that the compiler knows, writing the output could change the table.
     integer, smallest, anchor = peek_i32(grid), peek_i32(grid + 16), peek_i32(grid + 20)
     low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
     nothing = splat(np.float32(0))
     fixed = low if origins != 0 else nothing
-    for row in range(begin, end):
+    row = begin // words
+    word = begin - row * words
+    while begin < end:
+        stop = min(words, word + end - begin)
         block = 4 * block_of_row(table, row)
         scale, offset, origin = splat(peek_f32(scales + block)), fixed, nothing
         if points != 0:
             offset = splat(np.float32(peek_i32(points + block)))
         if origins != 0:
             origin = splat(peek_f32(origins + block))
-        here = row * length
-        bits = mask + 2 * row * words if mask != 0 else 0
-        for first in range(0, whole, LANES):
+        bits = mask + 2 * begin if mask != 0 else 0
+        last = min(length - length % LANES, stop * LANES)
+        for first in range(word * LANES, last, LANES):
             if per_element != 0:
                 scale = load_f32(scales + block + 4 * first)
                 if points != 0:
                     offset = to_float(load_i32(points + block + 4 * first))
                 if origins != 0:
                     origin = load_f32(origins + block + 4 * first)
-            at = here + first
+            at = row * length + first
             step(
                 op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
                 scale, offset, origin, low, high, integer, smallest, anchor,
             )  # fmt: skip
             if mask != 0:
                 bits += 2
-        if whole < length:
-            rest = length - whole
+        if last < length and stop == words:
+            rest = length - last
             if per_element != 0:
-                scale = load_f32(staged(scales + block + 4 * whole, buffer, 4 * rest))
+                scale = load_f32(staged(scales + block + 4 * last, buffer, 4 * rest))
                 if points != 0:
-                    offset = to_float(load_i32(staged(points + block + 4 * whole, buffer, 4 * rest)))
+                    offset = to_float(load_i32(staged(points + block + 4 * last, buffer, 4 * rest)))
                 if origins != 0:
-                    origin = load_f32(staged(origins + block + 4 * whole, buffer, 4 * rest))
-            at = here + whole
+                    origin = load_f32(staged(origins + block + 4 * last, buffer, 4 * rest))
+            at = row * length + last
             last_step(
                 op, x + at * in_bytes, in_dtype, y + at * out_bytes, out_dtype, bits,
                 scale, offset, origin, low, high, integer, smallest, anchor, rest, buffer,
             )  # fmt: skip
+        begin += stop - word
+        row += 1
+        word = 0
 
 
 @inlined
@@ -251,9 +281,9 @@ def map_flat(
 @compiled
 def map_part(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
-    table: int, grid: int, begin: int, end: int,
+    table: int, grid: int, words: int, parts: int, control: int,
 ) -> None:  # fmt: skip
-    """Fake-quantize, quantize or dequantize a part of a tensor.
+    """Fake-quantize, quantize or dequantize a tensor.
 
     Args:
         op: ``FAKE``, ``CODES`` or ``VALUES``.
@@ -267,19 +297,27 @@ def map_part(
         origins: address of the float32 minvals, or 0 for the formulation with zero points.
         table: address of the layout's table.
         grid: address of the grid's words.
-        begin: first row, or first vector where the layout is flat.
-        end: the row or vector after the last.
+        words: number of vectors.
+        parts: see ``first_part``.
+        control: see ``first_part``.
     """
     buffer = np.empty((2, LANES), np.float32)
     room = np.int64(buffer.ctypes.data)
-    if peek_i64(table + 24) != 0:
-        map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
-    else:
-        map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+    flat = peek_i64(table + 24)
+    part = first_part(control)
+    while part < parts:
+        begin, end = words * part // parts, words * (part + 1) // parts
+        if flat != 0:
+            map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+        else:
+            map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+        part = next_part(control, part)
 
 
 @compiled
-def mask_part(gradient: int, mask: int, out: int, dtype: int, length: int, begin: int, end: int) -> None:
+def mask_part(
+    gradient: int, mask: int, out: int, dtype: int, length: int, total: int, parts: int, control: int
+) -> None:  # fmt: skip
     """Multiply by the mask: the gradient of a fake quantizer.
 
     Args:
@@ -288,28 +326,33 @@ def mask_part(gradient: int, mask: int, out: int, dtype: int, length: int, begin
         out: address of the outgoing gradient.
         dtype: dtype of both gradients.
         length: elements after which the mask starts a new word.
-        begin: first word.
-        end: the word after the last.
+        total: number of words.
+        parts: see ``first_part``.
+        control: see ``first_part``.
     """
     words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
-    row = begin // words
-    first = (begin - row * words) * LANES
     buffer = np.empty((2, LANES), np.float32)
     room = np.int64(buffer.ctypes.data)
-    for word in range(begin, end):
-        at = size * (row * length + first)
-        factors = from_mask(load_mask(mask + 2 * word))
-        count = length - first
-        if count >= LANES:
-            store(out + at, load(gradient + at, dtype) * factors, dtype)
-        else:
-            store(room + _VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
-            copy(room + _VECTOR, out + at, size * count)
-        first += LANES
-        if first >= length:
-            first = 0
-            row += 1
+    part = first_part(control)
+    while part < parts:
+        begin, end = total * part // parts, total * (part + 1) // parts
+        row = begin // words
+        first = (begin - row * words) * LANES
+        for word in range(begin, end):
+            at = size * (row * length + first)
+            factors = from_mask(load_mask(mask + 2 * word))
+            count = length - first
+            if count >= LANES:
+                store(out + at, load(gradient + at, dtype) * factors, dtype)
+            else:
+                store(room + _VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
+                copy(room + _VECTOR, out + at, size * count)
+            first += LANES
+            if first >= length:
+                first = 0
+                row += 1
+        part = next_part(control, part)
 
 
 @inlined
@@ -330,8 +373,8 @@ def range_of_row(x: int, dtype: int, length: int, buffer: int) -> tuple[Scalar, 
 
 
 @inlined
-def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
-    """Widen the ranges of the blocks by the rows ``begin`` to ``end``.
+def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int, buffer: int) -> None:
+    """Widen the ranges of the blocks by the words ``begin`` to ``end``; ``buffer`` has room for a vector.
 
     Args:
         x: address of the tensor.
@@ -339,37 +382,82 @@ def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end
         table: address of the layout's table.
         lows: address of the int32 order keys of the smallest elements so far.
         highs: address of those of the largest.
-        begin: first row.
-        end: the row after the last.
+        begin: first word; every row starts a word.
+        end: the word after the last.
+        buffer: address of the buffer.
     """
     length, per_element = peek_i64(table + 8), peek_i64(table + 16)
     size = element_bytes(dtype)
-    buffer = np.empty(LANES, np.float32)
-    room = np.int64(buffer.ctypes.data)
-    whole = length - length % LANES
-    for row in range(begin, end):
+    words = (length + LANES - 1) // LANES
+    row = begin // words
+    word = begin - row * words
+    while begin < end:
+        stop = min(words, word + end - begin)
         block = 4 * block_of_row(table, row)
-        at = x + size * row * length
+        first, last = word * LANES, min(length, stop * LANES)
+        at = x + size * (row * length + first)
         if per_element == 0:
-            low, high = range_of_row(at, dtype, length, room)
+            low, high = range_of_row(at, dtype, last - first, buffer)
             poke_i32(lows + block, min(peek_i32(lows + block), low))
             poke_i32(highs + block, max(peek_i32(highs + block), high))
-            continue
-        for first in range(0, whole, LANES):
-            keys = order_key(load(at + size * first, dtype))
-            here = block + 4 * first
-            store_i32(lows + here, minimum(load_i32(lows + here), keys))
-            store_i32(highs + here, maximum(load_i32(highs + here), keys))
-        if whole < length:
-            copy(at + size * whole, room, size * (length - whole))
-            store_i32(room, order_key(load(room, dtype)))
-            for place in range(length - whole):
-                key, here = peek_i32(room + 4 * place), block + 4 * (whole + place)
-                poke_i32(lows + here, min(peek_i32(lows + here), key))
-                poke_i32(highs + here, max(peek_i32(highs + here), key))
+        else:
+            widen_each(at, dtype, lows + block + 4 * first, highs + block + 4 * first, last - first, buffer)
+        begin += stop - word
+        row += 1
+        word = 0
+
+
+@inlined
+def widen_each(x: int, dtype: int, lows: int, highs: int, length: int, buffer: int) -> None:
+    """Widen one range per element."""
+    size = element_bytes(dtype)
+    whole = length - length % LANES
+    for first in range(0, whole, LANES):
+        keys = order_key(load(x + size * first, dtype))
+        store_i32(lows + 4 * first, minimum(load_i32(lows + 4 * first), keys))
+        store_i32(highs + 4 * first, maximum(load_i32(highs + 4 * first), keys))
+    if whole < length:
+        keys = order_key(load(staged(x + size * whole, buffer, size * (length - whole)), dtype))
+        store_i32(buffer, keys)
+        for place in range(length - whole):
+            key, here = peek_i32(buffer + 4 * place), 4 * (whole + place)
+            poke_i32(lows + here, min(peek_i32(lows + here), key))
+            poke_i32(highs + here, max(peek_i32(highs + here), key))
 
 
 @compiled
-def accumulate(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int) -> None:
-    """``widen`` for Python."""
-    widen(x, dtype, table, lows, highs, begin, end)
+def accumulate(
+    x: int,
+    dtype: int,
+    table: int,
+    lows: int,
+    highs: int,
+    blocks: int,
+    groups: int,
+    words: int,
+    parts: int,
+    control: int,
+) -> None:
+    """Find the order keys of the blocks' extremes, which the caller has set to ``HIGHEST`` and ``LOWEST``.
+
+    Args:
+        x: address of the tensor.
+        dtype: its dtype.
+        table: address of the layout's table.
+        lows: address of the keys of the smallest elements: one set, or one for each part.
+        highs: address of those of the largest.
+        blocks: number of blocks if every part has its own set, else 0.
+        groups: number of groups of rows that share no block, among which one set is divided; else ``words``.
+        words: number of words, every row starting one.
+        parts: see ``first_part``.
+        control: see ``first_part``.
+    """
+    buffer = np.empty(LANES, np.float32)
+    room = np.int64(buffer.ctypes.data)
+    part = first_part(control)
+    while part < parts:
+        begin, end = groups * part // parts, groups * (part + 1) // parts
+        shift = 4 * blocks * part
+        each = words // groups
+        widen(x, dtype, table, lows + shift, highs + shift, begin * each, end * each, room)
+        part = next_part(control, part)

@@ -30,7 +30,9 @@ from .loops import (
     HIGHEST,
     LOWEST,
     element_bytes,
+    first_part,
     map_rows,
+    next_part,
     range_of_row,
     widen,
 )
@@ -154,10 +156,12 @@ def choose_block(
 @inlined
 def keys_of(x: int, dtype: int, table: int, lows: int, highs: int, blocks: int) -> None:
     """Order keys of the extremes of a whole tensor."""
+    buffer = np.empty(LANES, np.float32)
     for block in range(blocks):
         poke_i32(lows + 4 * block, np.int32(HIGHEST))
         poke_i32(highs + 4 * block, np.int32(LOWEST))
-    widen(x, dtype, table, lows, highs, 0, peek_i64(table))
+    words = peek_i64(table) * ((peek_i64(table + 8) + LANES - 1) // LANES)
+    widen(x, dtype, table, lows, highs, 0, words, np.int64(buffer.ctypes.data))
 
 
 @compiled
@@ -181,9 +185,9 @@ def extremes(x: int, dtype: int, table: int, lows: int, highs: int, parts: int, 
 @compiled
 def choose_part(
     lows: int, highs: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int,
-    begin: int, end: int,
+    blocks: int, parts: int, control: int,
 ) -> None:  # fmt: skip
-    """Choose the parameters of the blocks ``begin`` to ``end``.
+    """Choose the parameters of blocks.
 
     Args:
         lows: address of the float32 smallest elements.
@@ -194,12 +198,16 @@ def choose_part(
         scales: where the float32 scales go.
         points: where the int32 zero points go, or 0.
         origins: where the float32 minvals go, or 0.
-        begin: first block.
-        end: the block after the last.
+        blocks: number of blocks.
+        parts: see ``loops.first_part``.
+        control: see ``loops.first_part``.
     """
-    for block in range(begin, end):
-        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
-        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+    part = first_part(control)
+    while part < parts:
+        for block in range(blocks * part // parts, blocks * (part + 1) // parts):
+            low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+            choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+        part = next_part(control, part)
 
 
 @compiled
@@ -243,22 +251,26 @@ def finish(
 @compiled
 def observe_rows(
     x: int, dtype: int, y: int, mask: int, scheme: int, scales: int, points: int, origins: int,
-    table: int, grid: int, begin: int, end: int,
+    table: int, grid: int, rows: int, parts: int, control: int,
 ) -> None:  # fmt: skip
-    """Observe and fake-quantize the rows ``begin`` to ``end`` of a layout whose row ``r`` is block ``r``.
+    """Observe and fake-quantize the rows of a layout whose row ``r`` is block ``r``.
 
     A row is read from memory once: when it is quantized it lies in the cache.
     """
     length = peek_i64(table + 8)
+    words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
     minval = peek_i32(grid + 4)
     buffer = np.empty((2, LANES), np.float32)
     room = np.int64(buffer.ctypes.data)
-    for row in range(begin, end):
-        low_key, high_key = range_of_row(x + size * row * length, dtype, length, room)
-        low, high = range_of_keys(low_key, high_key)
-        choose_block(low, high, dtype, scheme, grid, scales, points, origins, row)
-        map_rows(
-            FAKE, x, dtype, y, dtype, mask, scales, 0 if minval else points, origins if minval else 0,
-            table, grid, row, row + 1, room,
-        )  # fmt: skip
+    part = first_part(control)
+    while part < parts:
+        for row in range(rows * part // parts, rows * (part + 1) // parts):
+            low_key, high_key = range_of_row(x + size * row * length, dtype, length, room)
+            low, high = range_of_keys(low_key, high_key)
+            choose_block(low, high, dtype, scheme, grid, scales, points, origins, row)
+            map_rows(
+                FAKE, x, dtype, y, dtype, mask, scales, 0 if minval else points, origins if minval else 0,
+                table, grid, row * words, (row + 1) * words, room,
+            )  # fmt: skip
+        part = next_part(control, part)

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["run_parts", "thread_count"]
+__all__ = ["part_count", "run_parts", "thread_count"]
 
 _Done = SimpleQueue[BaseException | None]
 _Task = tuple[Callable[..., object], tuple[Any, ...], object, _Done]
+
+# More parts than threads: what a thread that is held up leaves over is done by the others.
+_PARTS_PER_THREAD = 4
 
 
 class _Pool:
@@ -72,34 +76,41 @@ def thread_count() -> int:
     return torch.get_num_threads()
 
 
-def run_parts(
-    function: Callable[..., object], arguments: tuple[Any, ...], total: int, parts: int, alive: object
-) -> None:
-    """Call ``function(*arguments, begin, end)`` for equal parts of ``range(total)`` at the same time.
+def part_count(threads: int) -> int:
+    """Number of parts into which ``run_parts`` divides a job."""
+    return 1 if threads == 1 else threads * _PARTS_PER_THREAD
+
+
+def run_parts(kernel: Callable[..., object], arguments: tuple[Any, ...], threads: int, alive: object) -> None:
+    """Run a compiled kernel on several threads, the calling one among them.
+
+    The threads take the parts of the job from a shared counter (``loops.first_part``). The caller waits for parts
+    that others have begun, never for a thread that has not come yet.
 
     Args:
-        function: a compiled kernel; its result must not depend on the division into parts.
-        arguments: what it gets before ``begin`` and ``end``.
-        total: amount of work.
-        parts: number of parts, at least 1.
-        alive: owner of the memory that the arguments point to. The threads hold it, so that an interrupt of the caller
-            cannot free memory that they still use.
+        kernel: compiled function that takes ``parts`` and ``control`` as its last arguments and whose result does not
+            depend on the division into parts.
+        arguments: what it takes before them.
+        threads: number of threads; 1 runs it here.
+        alive: owner of the memory that the arguments point to. The threads hold it, so that neither an interrupt of
+            the caller nor a thread that comes late finds memory that is gone.
 
     Raises:
-        BaseException: whatever a part raised.
+        BaseException: whatever the kernel raised.
     """
-    parts = min(parts, total)
-    if parts <= 1:
-        function(*arguments, 0, total)
+    if threads == 1:
+        kernel(*arguments, 1, 0)
         return
-    pool = _pool
-    pool.grow(parts - 1)
+    parts = part_count(threads)
+    control = np.zeros(2, dtype=np.int64)
+    job = (*arguments, parts, control.ctypes.data)
     done: _Done = SimpleQueue()
-    bounds = [total * part // parts for part in range(parts + 1)]
-    for part in range(1, parts):
-        pool.submit((function, (*arguments, bounds[part], bounds[part + 1]), alive, done))
-    function(*arguments, bounds[0], bounds[1])
-    for _ in range(1, parts):
+    pool = _pool
+    pool.grow(threads - 1)
+    for _ in range(1, threads):
+        pool.submit((kernel, job, (alive, control), done))
+    kernel(*job)
+    while control[1] < parts:
         problem = done.get()
         if problem is not None:
             raise problem
