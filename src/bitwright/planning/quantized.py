@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch._subclasses import FakeTensor
 
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.formats import packed_size
@@ -58,7 +59,8 @@ def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_
             return Resolution(None, problem=_unresolved("Weight", state.name, granularity, rule))
         axis = axes.channel if isinstance(granularity, PerChannelGranularity) else axes.block
         spec = spec.model_copy(update={"granularity": granularity.model_copy(update={"axis": axis})})
-    return _with_blocks(spec, shape, CompressionTargetTensor.WEIGHT, state.name, rule)
+    resolution = _with_blocks(spec, shape, CompressionTargetTensor.WEIGHT, state.name, rule)
+    return resolution if resolution.problem is not None else replace(resolution, problem=_non_finite(state))
 
 
 def resolve_activation(spec: QuantizationSpec, shape: tuple[int, ...], where: str, rule: str) -> Resolution:
@@ -90,6 +92,21 @@ def _offset_bytes(spec: QuantizationSpec, blocks: int, float_bytes: int) -> int:
     if spec.qformulation == "minval":
         return blocks * float_bytes
     return packed_size(blocks, spec.n_bits) if spec.qscheme == QuantizationScheme.ASYMMETRIC else 0
+
+
+def _non_finite(state: StateTensor) -> Problem | None:
+    tensor = state.tensor.detach()
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return None
+    if tensor.sum(dtype=torch.float64 if tensor.device.type == "cpu" else None).isfinite():
+        return None
+    bad = int((~tensor.isfinite()).sum())
+    if not bad:
+        return None
+    message = (
+        f"{bad} of {tensor.numel()} entries are NaN or infinite; each spoils the scale of its whole block. Repair them."
+    )
+    return Problem("non-finite", state.name, message)
 
 
 def _needs_axis(granularity: object) -> bool:
