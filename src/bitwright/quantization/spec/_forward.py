@@ -1,0 +1,281 @@
+"""How a fake quantizer observes and quantizes what passes through it, with no step that changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from bitwright import kernels
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.kernels import Grid
+
+from ._block_layout import BlockLayout
+from ._one_pass import (
+    follows_latest,
+    is_plainly_static,
+    is_settled_dynamic,
+    measures_both_ends,
+    tracks_in_place,
+)
+from ._switches import SwitchedModule
+from ._weight_memory import WeightMemory
+from .errors import _BlockSizeMismatchError
+from .granularity import QuantizationGranularity
+from .qformulation import QuantizationFormulation
+from .qparams_calculator import QParams, QParamsCalculatorBase, StatefulQParamsCalculatorBase
+
+__all__ = ["FakeQuantizeForward"]
+
+_logger = logging.getLogger(__name__)
+
+
+class FakeQuantizeForward(SwitchedModule):
+    """The ``forward`` of fake quantizers; subclasses say what quantizing is.
+
+    Attributes:
+        keep_frozen_weight: in eval mode, a weight that is no longer observed is quantized once and its result kept
+            until the weight or its parameters change. False saves the memory and quantizes at every call.
+    """
+
+    keep_frozen_weight: bool = True
+    tensor_fqn: str
+    dtype: torch.dtype
+    qformulation: QuantizationFormulation
+    quant_min: int | float
+    quant_max: int | float
+    _granularity: QuantizationGranularity
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layout = BlockLayout()
+        self._grid: Grid | None = None
+        self._memory = WeightMemory()
+
+    @property
+    @abstractmethod
+    def quantization_target(self) -> CompressionTargetTensor:
+        """What the tensor is."""
+
+    @abstractmethod
+    def _fake_quantize(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Fake-quantize and return the tensor's own dtype."""
+
+    def _is_fused(self) -> bool:
+        """Return whether one kernel may do what the overridable methods describe."""
+        return False
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Observe and fake-quantize ``tensor``, as far as each is on.
+
+        Args:
+            tensor: floating point, any shape that the granularity fits. Arithmetic is float32.
+
+        Returns:
+            Tensor of the same shape and dtype. The gradient is that of the identity where nothing is clamped, zero
+            elsewhere. Scale, zero point and minval get no gradient.
+
+        Raises:
+            ValueError: the granularity does not fit the shape. Blocks that do not divide it are no error: the
+                quantizer logs a warning and takes itself out of use.
+            RuntimeError: the observer is off and no tensor has been observed.
+        """
+        tracing = torch.compiler.is_compiling()
+        if not tracing:
+            self._sync_switches()
+        if self._is_off:
+            return tensor
+        calculator: Any = self._modules["qparams_calculator"]
+        stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
+        if stateful and not tracing and type(tensor) is torch.nn.Parameter:
+            return self._forward_weight(tensor, calculator)
+        qparams: QParams | None = None
+        if not stateful or (self._observer_on and not calculator.is_frozen):
+            y = None if tracing else self._at_once(tensor, calculator)
+            if y is not None:
+                return y
+            if tracing or tensor.numel():
+                qparams = self._observe(tensor, calculator)
+        elif self._fake_quant_on:
+            qparams = self._stored(calculator)
+        if qparams is None or not self._fake_quant_on:
+            return tensor
+        return self._fake_quantize(tensor, *qparams)
+
+    def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
+        """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""
+        if not self._is_fused() or _is_in_backward() or not tensor.numel():
+            return None
+        if follows_latest(calculator):
+            if self._fake_quant_on:
+                return self._follow(tensor, calculator)
+            return tensor if is_settled_dynamic(calculator) else None
+        if not tracks_in_place(calculator, tensor.dtype, tensor.device):
+            return None
+        with contextlib.suppress(_BlockSizeMismatchError):  # the calculator meets it again and says so
+            self._block_size(tensor.shape)
+            if self._layout.counts == calculator._buffers["running_min"].shape:
+                return self._track(tensor, calculator)
+        return None
+
+    def _track(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:
+        """Update a running range and fake-quantize, in one call that changes the calculator's buffers in place."""
+        buffers = calculator._buffers
+        y = kernels.observe_running_and_fake_quantize(
+            tensor,
+            buffers["running_min"],
+            buffers["running_max"],
+            buffers["scale"],
+            buffers["zero_point"],
+            buffers["minval"],
+            block_size=self._block_size(tensor.shape),
+            grid=self._current_grid(),
+            scheme=calculator.qscheme.value,
+            scale_dtype=calculator.scale_dtype,
+            averaging_constant=getattr(calculator, "averaging_constant", None),
+            restart=calculator._progress.restart,
+            quantize=self._fake_quant_on,
+        )
+        torch.autograd.graph.increment_version(buffers["scale"])  # the kernel writes behind autograd's back
+        calculator._progress.count()
+        return y
+
+    def _follow(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:
+        """Take the range of this tensor alone and fake-quantize; the tensor itself if blocks do not divide it."""
+        try:
+            block_size = self._block_size(tensor.shape)
+        except _BlockSizeMismatchError as error:
+            self._warn_and_disable(error)
+            return tensor
+        y, scale, zero_point, minval = kernels.observe_and_fake_quantize(
+            tensor,
+            block_size=block_size,
+            grid=self._current_grid(),
+            scheme=calculator.qscheme.value,
+            scale_dtype=calculator.scale_dtype,
+        )
+        calculator._record(tensor, (scale, zero_point, minval))
+        return y
+
+    def _forward_weight(self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase) -> torch.Tensor:
+        """``forward`` for a parameter, which often is the same as at the last call."""
+        if weight.numel() == 0 or not (self._observer_on or self._fake_quant_on):
+            return weight
+        memory, static = self._memory, is_plainly_static(calculator)
+        known = calculator._initialized and memory.knows(weight, self._stored(calculator), self._current_grid())
+        y: torch.Tensor | None = None
+        qparams: QParams | None
+        if self._observer_on and not (static and (calculator.is_frozen or (known and memory.observed))):
+            y, qparams = self._observe_weight(weight, calculator, static)
+            known = False
+        else:
+            qparams = self._stored(calculator)
+        if qparams is None or not self._fake_quant_on:
+            return weight
+        settled = static or not self._observer_on
+        if settled and self.keep_frozen_weight and not self.training and not _needs_grad(weight):
+            return self._kept(weight, calculator, known, y)
+        return self._fake_quantize(weight, *qparams) if y is None else y
+
+    def _observe_weight(
+        self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase, static: bool
+    ) -> tuple[torch.Tensor | None, QParams | None]:
+        """Observe a parameter, in one pass with its quantization where the classes are Bitwright's own."""
+        if static and self._fake_quant_on and self._is_fused() and measures_both_ends(calculator):
+            y = self._follow(weight, calculator)
+            qparams: QParams | None = None if self._is_off else self._stored(calculator)
+        else:
+            y, qparams = None, self._observe(weight, calculator)
+        if static and qparams is not None:
+            self._memory.remember(weight, self._stored(calculator), self._current_grid(), observed=True)
+        return y, qparams
+
+    def _kept(
+        self,
+        weight: torch.nn.Parameter,
+        calculator: StatefulQParamsCalculatorBase,
+        known: bool,
+        y: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the quantized weight from memory, or quantize it (unless ``y`` is it) and keep it."""
+        kept = self._memory.output if known else None
+        if kept is not None:
+            return kept
+        qparams = self._stored(calculator)
+        if not known and y is None:
+            self._memory.remember(weight, qparams, self._current_grid(), observed=False)
+        if y is None:
+            y = self._fake_quantize(weight, *qparams)
+        self._memory.keep(y)
+        return y
+
+    def _observe(self, tensor: torch.Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
+        """Let the calculator see ``tensor``; None if its blocks do not divide it."""
+        # A recomputed forward (gradient checkpointing) must quantize as the first one did, and not count twice.
+        if _is_in_backward() and calculator._initialized and isinstance(calculator, StatefulQParamsCalculatorBase):
+            return self._stored(calculator)
+        try:
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+                qparams: QParams = calculator(tensor)
+        except _BlockSizeMismatchError as error:
+            self._warn_and_disable(error)
+            return None
+        return qparams
+
+    def _stored(self, calculator: Any) -> QParams:
+        """Return the parameters that the calculator keeps.
+
+        Raises:
+            RuntimeError: it has seen no tensor yet.
+        """
+        if type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams:
+            buffers = calculator._buffers
+            qparams: QParams = buffers["scale"], buffers["zero_point"], buffers["minval"]
+        else:
+            qparams = calculator.get_qparams()
+        if qparams[0].numel() == 0:
+            raise RuntimeError(
+                f"The quantizer of {self.tensor_fqn!r} has no scale, because its observer has seen no tensor. Run "
+                "prepare or a calibration batch through it, load a calibrated state_dict, or turn its observer on."
+            )
+        return qparams
+
+    def _current_grid(self) -> Grid:
+        grid = self._grid
+        if grid is None or (grid.dtype, grid.quant_min, grid.quant_max, grid.formulation) != (
+            self.dtype,
+            self.quant_min,
+            self.quant_max,
+            self.qformulation,
+        ):
+            formulation = QuantizationFormulation(self.qformulation).value
+            grid = Grid(self.dtype, self.quant_min, self.quant_max, formulation)
+            if not torch.compiler.is_compiling():  # a traced change of an attribute would have the graph compiled anew
+                self._grid = grid
+        return grid
+
+    def _warn_and_disable(self, error: Exception) -> None:
+        _logger.warning("%s (%s) is not quantized: %s.", self.tensor_fqn, self.quantization_target.value, error)
+        self._set_switch("_disabled", True)
+
+    def _block_size(self, shape: torch.Size) -> tuple[int, ...]:
+        calculator: Any = self._modules["qparams_calculator"]
+        target = calculator._modules["range_calculator"].quantization_target
+        return self._layout.block_size(shape, self._granularity, target)
+
+
+def _is_in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _needs_grad(weight: torch.Tensor) -> bool:
+    return weight.requires_grad and torch.is_grad_enabled()
