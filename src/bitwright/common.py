@@ -107,12 +107,12 @@ class CoreMLExportError(ValueError):
     @classmethod
     def from_dtype(cls, dtype: object, context: str) -> Self:
         """Build the error for a dtype that Core ML does not support in ``context``."""
-        return cls(f"dtype {dtype} is not supported by Core ML for {context}.")
+        return cls(f"CoreML export does not support dtype {dtype} for {context}.")
 
     @classmethod
     def from_config(cls, config: object, context: str) -> Self:
         """Build the error for a configuration object (named by its type) that Core ML does not support."""
-        return cls(f"{type(config).__name__} is not supported by Core ML for {context}.")
+        return cls(f"CoreML export does not support {type(config).__name__} for {context}.")
 
 
 class DependencyVersionWarning(UserWarning):

@@ -139,7 +139,7 @@ def test_plan_predicts_the_size_for_odd_formats(dtype):
 
 
 def test_load_into_gives_the_prepared_model_without_simulators(saved):
-    folder, _, prepared, original = saved
+    folder, _, _, original = saved
     model = Artifact.load(folder).load_into(copy.deepcopy(original))
     reference, _, _ = prepared_net()
     assert torch.equal(model(TOKENS), reference(TOKENS))
@@ -241,7 +241,7 @@ def test_an_artifact_does_not_change_with_the_model():
 
 
 def test_a_model_of_another_kind_is_refused_unchanged(saved):
-    folder, artifact, _, original = saved
+    _, artifact, _, original = saved
     other = copy.deepcopy(original)
     other.fc = nn.Linear(8, 4)
     other.more = nn.Linear(2, 2)

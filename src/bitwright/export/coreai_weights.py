@@ -1,0 +1,268 @@
+"""Compressed weights as modules of Core AI's torch ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
+from bitwright.formats import encode, format_of
+
+from .extras import require
+
+__all__ = ["FP4_BLOCK", "container_of", "coreai_layers", "coreai_weight", "quantized_operands", "unsupported_weight"]
+
+FP4_BLOCK = 32
+
+_FP4 = "float4_e2m1fn_x2"
+_PALETTE_BITS = (1, 2, 3, 4, 6, 8)
+
+
+def coreai_layers() -> Any:
+    """Return the module with Core AI's compression ops and layers; importing it registers the ops.
+
+    Raises:
+        MissingExtraError: coreai-torch is not installed.
+    """
+    return require("coreai_torch._compression.custom_layers", "coreai", "Export to Core AI")
+
+
+def container_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the integer type of 2, 4 or 8 bits in which Core AI holds the codes of an integer format.
+
+    Codes of 1, 3, 5, 6 and 7 bits go into the next larger type, which changes nothing but their size.
+    """
+    fmt = format_of(dtype)
+    bits = next(width for width in (2, 4, 8) if width >= fmt.bits)
+    container: torch.dtype = getattr(torch, f"{'' if fmt.signed else 'u'}int{bits}")
+    return container
+
+
+def unsupported_weight(tensor: CompressedTensor[Any]) -> str | None:
+    """Return why Core AI cannot hold a weight, or None if it can."""
+    if tensor.dtype == torch.float64:
+        return "Core AI has no float64; convert the model to float32 first"
+    if not isinstance(tensor, QuantizedTensor) or tensor.layout.format != _FP4:
+        return None
+    blocks = tensor.layout.block_size
+    if not blocks or blocks[-1] != FP4_BLOCK or any(size != 1 for size in blocks[:-1]):
+        return (
+            f"Core AI holds FP4 weights in blocks of {FP4_BLOCK} along the last axis and 1 along the others, "
+            f"not in blocks of {tuple(blocks)}; use PerBlockGranularity(axis=-1, block_size={FP4_BLOCK})"
+        )
+    if tensor.layout.scale_dtype != "float8_e8m0fnu":
+        return "Core AI holds FP4 weights with power-of-two scales (scale_dtype float8_e8m0fnu)"
+    return None
+
+
+def coreai_weight(tensor: CompressedTensor[Any]) -> nn.Module:
+    """Return a parametrization that computes a weight from its packed form by Core AI's ops.
+
+    Raises:
+        MissingExtraError: coreai-torch is not installed.
+    """
+    layers = coreai_layers()
+    if isinstance(tensor, QuantizedTensor):
+        return _quantized(tensor, layers)
+    if isinstance(tensor, PalettizedTensor):
+        return _palettized(tensor, layers)
+    assert isinstance(tensor, DenseTensor)
+    return _sparse(tensor.decode(), tensor.mask(), layers)
+
+
+def quantized_operands(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Return the operands of ``coreai.constexpr_blockwise_shift_scale`` by name, ``input`` first.
+
+    The op counts codes of the ``minval`` formulation from the lowest code of its integer type, not from ``quant_min``;
+    so the codes are shifted by the difference.
+    """
+    layout, codes = tensor.layout, tensor.codes()
+    fmt, dtype = layout.number_format, tensor.dtype
+    exact = _exact_dtype(tensor)
+    if fmt.kind == "float":
+        power_of_two = layout.scale_dtype == "float8_e8m0fnu"
+        data = _packed_fp4(codes) if fmt.name == _FP4 else codes
+        scale = tensor.parts["scale"].view(torch.float8_e8m0fnu) if power_of_two else tensor.scale().to(exact)
+        return {"input": data, "scale": scale, "output_dtype": dtype if power_of_two else None}
+    container = container_of(fmt.dtype)
+    minval = tensor.minval()
+    operands: dict[str, Any] = {"input": codes, "scale": tensor.scale().to(exact), "input_dtype": container}
+    if minval is None:
+        zero_point = tensor.zero_point()
+        assert zero_point is not None
+        operands["zero_point"] = zero_point.to(fmt.storage)
+    else:
+        shift = int(layout.quant_min) - int(format_of(container).minimum)
+        operands["input"] = (codes.to(torch.int16) - shift).to(fmt.storage)
+        operands["minval"] = minval.to(exact)
+    return operands
+
+
+def _exact_dtype(tensor: QuantizedTensor) -> torch.dtype:
+    """The dtype in which the op computes what the simulator computed: the weight's, unless that loses bits.
+
+    The simulator multiplies in float32 and rounds once. A product with a half-precision scale rounds once as well, but
+    not a product and a sum, nor a product with a scale that half precision does not hold.
+    """
+    dtype = tensor.dtype
+    if dtype == torch.float32 or tensor.minval() is not None:
+        return torch.float32
+    scale = tensor.scale()
+    return dtype if torch.equal(scale.to(dtype).float(), scale) else torch.float32
+
+
+def _packed_fp4(values: torch.Tensor) -> torch.Tensor:
+    """FP4 values as bytes of two codes along the last axis, the first one in the low half."""
+    codes = encode(values, _FP4).reshape(*values.shape[:-1], -1, 2)
+    return (codes[..., 0] | (codes[..., 1] << 4)).contiguous()
+
+
+class _Rounded(nn.Module):
+    """A weight that is computed in float32, in the dtype of the model."""
+
+    def __init__(self, weight: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight
+        self.dtype = dtype
+
+    def forward(self, placeholder: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.weight(placeholder).to(self.dtype)
+        return result
+
+
+class _SparseQuantized(nn.Module):
+    """Codes of the kept entries, spread by a mask, then dequantized; dropped entries have the code 0."""
+
+    def __init__(self, operands: dict[str, Any], mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("nonzero_data", operands["input"][mask])
+        self.register_buffer("mask", mask)
+        for name in ("scale", "zero_point", "minval"):
+            self.register_buffer(name, operands.get(name))
+        self.input_dtype = operands.get("input_dtype")
+        self.output_dtype = operands.get("output_dtype")
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        codes = torch.ops.coreai.sparse_to_dense(self.nonzero_data, self.mask)
+        result: torch.Tensor = torch.ops.coreai.constexpr_blockwise_shift_scale(
+            codes,
+            self.scale,
+            zero_point=self.zero_point,
+            minval=self.minval,
+            input_dtype=self.input_dtype,
+            output_dtype=self.output_dtype,
+        )
+        return result
+
+
+class _SparsePalettized(nn.Module):
+    """Values of the kept entries from one look-up table, spread by a mask."""
+
+    def __init__(self, indices: torch.Tensor, lut: torch.Tensor, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("indices", indices)
+        self.register_buffer("lut", lut)
+        self.register_buffer("mask", mask)
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        values = torch.ops.coreai.lut_to_dense(self.indices, self.lut, 0)
+        result: torch.Tensor = torch.ops.coreai.sparse_to_dense(values, self.mask)
+        return result
+
+
+def _wrapped(layer: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    utils = require("coreai_torch._compression.utils", "coreai", "Export to Core AI")
+    module: nn.Module = utils.wrap_for_parametrization(layer)(*args, **kwargs)
+    return module
+
+
+def _quantized(tensor: QuantizedTensor, layers: Any) -> nn.Module:
+    operands = quantized_operands(tensor)
+    mask = tensor.mask()
+    if mask is not None:
+        zero_point = operands.get("zero_point")
+        if tensor.minval() is not None:
+            return _sparse(tensor.decode(), mask, layers)
+        if (zero_point is None or not bool(zero_point.any())) and tensor.layout.format != _FP4:
+            return _rounded(_SparseQuantized(operands, mask), operands, tensor.dtype)
+        operands["input"] = _with_zero_codes(tensor, mask)
+    if tensor.layout.format == _FP4:
+        floats = require("coreai_torch._compression._floatx", "coreai", "Export to Core AI")
+        operands["input"] = floats.Float4Tensor(operands["input"])
+    module = _wrapped(
+        layers.WeightDequantizeModule,
+        quantized_data=operands["input"],
+        **{name: value for name, value in operands.items() if name != "input"},
+    )
+    return _rounded(module, operands, tensor.dtype)
+
+
+def _rounded(module: nn.Module, operands: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    produced = operands.get("output_dtype") or operands["scale"].dtype
+    return module if produced == dtype else _Rounded(module, dtype)
+
+
+def _with_zero_codes(tensor: QuantizedTensor, mask: torch.Tensor) -> torch.Tensor:
+    """Codes in which every dropped entry has the code that stands for zero."""
+    codes, zero_point = tensor.codes(), tensor.zero_point()
+    if zero_point is None:
+        return _packed_fp4(codes) if tensor.layout.format == _FP4 else codes
+    for dim, block in enumerate(tensor.layout.block_size):
+        zero_point = zero_point.repeat_interleave(block, dim)
+    return torch.where(mask, codes, zero_point.to(codes.dtype))
+
+
+def _sparse(dense: torch.Tensor, mask: torch.Tensor | None, layers: Any) -> nn.Module:
+    mask = dense != 0 if mask is None else mask
+    return _wrapped(layers.SparseModule, nonzero_data=dense[mask], mask=mask)
+
+
+def _palettized(tensor: PalettizedTensor, layers: Any) -> nn.Module:
+    layout, lut, mask = tensor.layout, tensor.lut, tensor.mask()
+    if mask is not None:
+        if all(count == 1 for count in layout.groups) and not layout.channel_scale:
+            table = _padded(lut.decode(), layout.n_bits).reshape(1, -1, 1)
+            return _SparsePalettized(tensor.stored_indices().reshape(-1), table, mask)
+        return _sparse(tensor.decode(), mask, layers)
+    common = {"indices": tensor.indices(), "vector_axis": layout.vector_axis}
+    factors = tensor.parts.get("channel_scale")
+    rank = len(layout.shape)
+    factors = None if factors is None else factors.view(-1, *[1] * (rank - 1))
+    if isinstance(lut, DenseTensor):
+        table = _padded(lut.decode(), layout.n_bits)
+        if factors is None:
+            return _wrapped(layers.PalettizeModule, lut=table, **common)
+        return _wrapped(layers.ScaledPalettizeModule, lut=table, scale=factors, **common)
+    return _quantized_palette(tensor, lut, factors, common, layers)
+
+
+def _quantized_palette(
+    tensor: PalettizedTensor, lut: QuantizedTensor, factors: torch.Tensor | None, common: dict[str, Any], layers: Any
+) -> nn.Module:
+    rank = len(tensor.shape)
+    table, scale = _padded(lut.codes(), tensor.layout.n_bits), lut.scale().to(tensor.dtype)
+    scale = scale.reshape(scale.shape[:rank])
+    zero_point = lut.zero_point()
+    zero_point = None if zero_point is None else zero_point.reshape(zero_point.shape[:rank]).to(table.dtype)
+    if factors is not None:
+        repeats = factors.shape[0] // scale.shape[0]
+        scale = scale.repeat_interleave(repeats, 0) * factors
+        zero_point = None if zero_point is None else zero_point.repeat_interleave(repeats, 0)
+    integer = lut.layout.number_format.kind == "int"
+    return _wrapped(
+        layers.ScaledPalettizeModule,
+        lut=table,
+        scale=scale,
+        zero_point=zero_point,
+        input_dtype=container_of(lut.layout.number_format.dtype) if integer else None,
+        **common,
+    )
+
+
+def _padded(lut: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """Tables with the number of entries that Core AI's index types address; the last entry is repeated."""
+    entries = 1 << next(bits for bits in _PALETTE_BITS if bits >= n_bits)
+    missing = entries - lut.shape[-2]
+    return torch.cat([lut, lut[..., -1:, :].expand(*lut.shape[:-2], missing, lut.shape[-1])], -2) if missing else lut

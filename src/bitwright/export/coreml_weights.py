@@ -1,0 +1,104 @@
+"""Core ML's metadata for compressed weights: what coremltools reads beside the dense weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
+from bitwright.common import CompressionType, CoreMLExportError
+
+__all__ = ["METADATA_VERSION", "check_weight", "mark_root", "mark_weight"]
+
+METADATA_VERSION = 1
+
+_INTEGERS = ("int4", "uint4", "int8", "uint8")
+_LUT_INTEGERS = ("int8", "uint8")
+
+
+def check_weight(tensor: CompressedTensor[Any], name: str) -> None:
+    """Check that Core ML can hold a weight.
+
+    Raises:
+        CoreMLExportError: it cannot; the message names the weight and the reason.
+    """
+    where = f"weight {name!r}"
+    if isinstance(tensor, QuantizedTensor):
+        layout = tensor.layout
+        if layout.format not in _INTEGERS:
+            raise CoreMLExportError(
+                f"CoreML export does not support {layout.format} for {where}; it has {', '.join(_INTEGERS)}."
+            )
+        if layout.formulation != "zp":
+            raise CoreMLExportError(
+                f"CoreML export does not support the 'minval' formulation for {where}; use qformulation 'zp'."
+            )
+    elif isinstance(tensor, PalettizedTensor):
+        _check_palette(tensor, where)
+
+
+def _check_palette(tensor: PalettizedTensor, where: str) -> None:
+    lut = tensor.lut
+    quantized = isinstance(lut, QuantizedTensor)
+    if isinstance(lut, QuantizedTensor) and lut.layout.format not in _LUT_INTEGERS:
+        raise CoreMLExportError(
+            f"CoreML export does not support {lut.layout.format} for the look-up table of {where}; "
+            f"it has {', '.join(_LUT_INTEGERS)}."
+        )
+    features = {
+        "vectors (cluster_dim > 1)": tensor.layout.vector_size > 1,
+        "a quantized look-up table (lut_qspec)": quantized,
+        "a scale per channel (enable_per_channel_scale)": tensor.layout.channel_scale,
+    }
+    used = [feature for feature, present in features.items() if present]
+    if len(used) > 1:
+        raise CoreMLExportError(f"CoreML export does not support {' with '.join(used)} for {where}; use one of them.")
+
+
+def mark_root(model: nn.Module) -> None:
+    """Register the version of the metadata on the root module."""
+    _register(model, "_COREML_/metadata_version", torch.tensor(METADATA_VERSION))
+
+
+def mark_weight(owner: nn.Module, attribute: str, tensor: CompressedTensor[Any]) -> None:
+    """Register a weight's metadata on the module that owns it; the dense weight is expected in its place."""
+    if isinstance(tensor, DenseTensor) and not tensor.is_sparse:
+        return
+    for key, value in _metadata(tensor).items():
+        _register(owner, f"_COREML_/{attribute}/{key}", value)
+
+
+def _register(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    module.register_buffer(name, value)
+
+
+def _metadata(tensor: CompressedTensor[Any]) -> dict[str, torch.Tensor]:
+    kinds = [CompressionType.PRUNING] if tensor.is_sparse else []
+    values: dict[str, torch.Tensor] = {}
+    if isinstance(tensor, QuantizedTensor):
+        kinds.append(CompressionType.QUANTIZATION)
+        values |= _quantization(tensor)
+    elif isinstance(tensor, PalettizedTensor):
+        kinds.append(CompressionType.PALETTIZATION)
+        lut = tensor.lut
+        values["lut"] = lut.decode()
+        if isinstance(lut, QuantizedTensor):
+            kinds.append(CompressionType.QUANTIZATION)
+            values |= _quantization(lut)
+        if tensor.layout.channel_scale:
+            values["palettization_scale"] = tensor.parts["channel_scale"].view(-1, *[1] * (len(tensor.shape) - 1))
+        if tensor.layout.vector_size > 1:
+            values["vector_axis"] = torch.tensor(tensor.layout.vector_axis)
+    return {"compression_type": torch.tensor([kind.to_coreml_code() for kind in kinds]), **values}
+
+
+def _quantization(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+    fmt, zero_point = tensor.layout.number_format, tensor.zero_point()
+    assert zero_point is not None
+    return {
+        "quantization_n_bits": torch.tensor(fmt.bits),
+        "quantization_scale": tensor.scale(),
+        "zero_point": zero_point.to(fmt.storage),
+    }

@@ -1,0 +1,74 @@
+"""File-backed weights: written to safetensors one by one, and read back mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bitwright.artifact.artifact import make_empty_directory
+
+__all__ = ["MappedFiles"]
+
+
+class MappedFiles:
+    """A folder of safetensors files that a finalized model's weights are mapped from. The files must outlive the model.
+
+    Args:
+        directory: folder that is empty or does not exist.
+        model: its tensors must all be on the CPU.
+
+    Raises:
+        ValueError: the model has tensors on another device.
+        NotADirectoryError: ``directory`` is a file.
+        FileExistsError: it is not empty.
+    """
+
+    def __init__(self, directory: str | Path, model: nn.Module) -> None:
+        devices = {str(t.device) for t in model.state_dict().values() if isinstance(t, torch.Tensor)} - {"cpu"}
+        if devices:
+            raise ValueError(
+                f"mmap_dir needs a model on the CPU, but it has tensors on {', '.join(sorted(devices))}. "
+                "Move it with model.cpu() first."
+            )
+        self._directory = Path(directory)
+        make_empty_directory(self._directory)
+        self._written: list[Path] = []
+
+    def store(self, module: nn.Module, name: str) -> None:
+        """Write a module's buffers to ``<name>.safetensors`` and replace them by views of the file."""
+        tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+        mapped = self.store_tensors({key: _plain(value) for key, value in tensors.items()}, name)
+        for key, value in tensors.items():
+            owner_path, _, attribute = key.rpartition(".")
+            owner = module.get_submodule(owner_path)
+            owner._buffers[attribute] = _like(value, mapped[key])
+
+    def store_tensors(self, tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+        """Write tensors to ``<name>.safetensors`` and return views of the file."""
+        path = self._directory / f"{name}.safetensors"
+        self._written.append(path)
+        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, str(path))
+        mapped: dict[str, torch.Tensor] = load_file(str(path))
+        return mapped
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        self._written.clear()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes behind Core AI's tensor subclass for FP4, or the tensor itself."""
+    return getattr(tensor, "elem", tensor)
+
+
+def _like(tensor: Any, mapped: torch.Tensor) -> torch.Tensor:
+    if not hasattr(tensor, "elem"):
+        return mapped
+    wrapped: torch.Tensor = type(tensor)(mapped)
+    return wrapped

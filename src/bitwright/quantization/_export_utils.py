@@ -1,0 +1,95 @@
+"""Hooks by which a plugin teaches export to handle activations that Core AI's own ops cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import fx, nn
+
+from .config import ExecutionMode
+from .spec.fake_quantize import FakeQuantizeImplBase
+from .spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
+
+__all__ = [
+    "EagerActivationExportHandler",
+    "GraphActivationExportHandler",
+    "can_export_stateless_fake_quant",
+    "canonicalize_qparam_shape",
+    "get_activation_export_handler",
+    "register_eager_activation_export_handler",
+    "register_graph_activation_export_handler",
+    "validate_activation_export_supported",
+]
+
+GraphActivationExportHandler: TypeAlias = Callable[[fx.GraphModule, fx.Node, FakeQuantizeImplBase], None]
+"""``handler(graph_module, node, simulator)`` puts nodes of its own in the place of ``node`` and erases it."""
+
+EagerActivationExportHandler: TypeAlias = Callable[[FakeQuantizeImplBase], nn.Module]
+"""``handler(simulator)`` returns the module that takes the simulator's place."""
+
+_GRAPH_ACTIVATION_EXPORT_HANDLERS: dict[type[QuantizationGranularity], GraphActivationExportHandler] = {}
+_EAGER_ACTIVATION_EXPORT_HANDLERS: dict[type[QuantizationGranularity], EagerActivationExportHandler] = {}
+
+
+def register_graph_activation_export_handler(
+    granularity_cls: type[QuantizationGranularity], handler: GraphActivationExportHandler
+) -> None:
+    """Have ``handler`` export activations of exactly this granularity class from graph mode to Core AI."""
+    _GRAPH_ACTIVATION_EXPORT_HANDLERS[granularity_cls] = handler
+
+
+def register_eager_activation_export_handler(
+    granularity_cls: type[QuantizationGranularity], handler: EagerActivationExportHandler
+) -> None:
+    """Have ``handler`` export activations of exactly this granularity class from eager mode to Core AI."""
+    _EAGER_ACTIVATION_EXPORT_HANDLERS[granularity_cls] = handler
+
+
+def get_activation_export_handler(
+    granularity: QuantizationGranularity, execution_mode: ExecutionMode
+) -> GraphActivationExportHandler | EagerActivationExportHandler | None:
+    """Return the handler that is registered for a granularity's class, or None."""
+    if execution_mode == ExecutionMode.GRAPH:
+        return _GRAPH_ACTIVATION_EXPORT_HANDLERS.get(type(granularity))
+    return _EAGER_ACTIVATION_EXPORT_HANDLERS.get(type(granularity))
+
+
+def can_export_stateless_fake_quant(simulator: FakeQuantizeImplBase, execution_mode: ExecutionMode) -> bool:
+    """Return whether a handler takes a simulator whose parameters are computed at run time."""
+    return get_activation_export_handler(simulator.granularity, execution_mode) is not None
+
+
+def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> None:
+    """Check that Core AI's ``quantize`` and ``dequantize`` hold an activation.
+
+    Raises:
+        ValueError: the granularity is neither per tensor nor per channel, or the format is FP4.
+    """
+    granularity = simulator.granularity
+    name = getattr(simulator, "tensor_fqn", "<unknown>")
+    if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
+        raise ValueError(
+            f"Activation {name!r}: Core AI export does not support {type(granularity).__name__} for activations. Use "
+            "PerTensorGranularity or PerChannelGranularity, keep the simulated model with ExportBackend._TORCH, or "
+            "install an extension that registers an activation export handler for it."
+        )
+    if simulator.dtype == torch.float4_e2m1fn_x2:
+        raise ValueError(
+            f"Activation {name!r}: Core AI export does not support FP4 activations, because its quantize op has no "
+            "FP4 output. Use an integer or FP8 dtype, or keep the simulated model with ExportBackend._TORCH."
+        )
+
+
+def canonicalize_qparam_shape(qparam: torch.Tensor, granularity: QuantizationGranularity) -> torch.Tensor:
+    """Return a scale, zero point or minval in the shape that Core AI's ops take: 0-D per tensor, 1-D per channel.
+
+    Raises:
+        ValueError: another granularity.
+    """
+    if isinstance(granularity, PerTensorGranularity):
+        return qparam.reshape(())
+    if isinstance(granularity, PerChannelGranularity):
+        return qparam.reshape(-1)
+    raise ValueError(f"{type(granularity).__name__} has no 0-D or 1-D parameters.")

@@ -1,0 +1,155 @@
+"""Finalizing for Core ML: rounded dense weights, metadata, torch's quantize calls. Needs nothing but torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from bitwright.common import CoreMLExportError, ExportBackend
+from bitwright.quantization import QuantizationSpec
+from bitwright.quantization.spec import PerChannelGranularity
+
+from ..artifact.strategies import weight_specs
+from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
+
+
+def _metadata(model, prefix):
+    return {name.removeprefix(prefix): value for name, value in model.state_dict().items() if name.startswith(prefix)}
+
+
+WEIGHTS = {
+    "w8": W8,
+    "w4": QuantizationSpec(dtype="int4", granularity=CHANNEL),
+    "w4 blocks": QuantizationSpec(dtype="int4", granularity=blocks(8)),
+    "uint8 asymmetric": QuantizationSpec(dtype="uint8", qscheme="asymmetric", granularity=CHANNEL),
+    "uint4": QuantizationSpec(dtype="uint4", granularity=CHANNEL),
+    "w8 clipped": QuantizationSpec(dtype="int8", qscheme="symmetric_with_clipping", granularity=CHANNEL),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_and_metadata(name):
+    """The dense weight is what the prepared model computed, and the metadata gives back its codes exactly."""
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, WEIGHTS[name])
+    expected, y = ready.up.weight.clone(), ready(x)
+    final = quantizer.finalize(backend=ExportBackend.CoreML)
+    assert torch.equal(final(x), y)
+    assert torch.equal(final.up.weight, expected)
+    meta = _metadata(final, "up._COREML_/weight/")
+    assert meta["compression_type"].tolist() == [3]
+    assert meta["quantization_n_bits"].item() == WEIGHTS[name].n_bits
+    scale, zero = meta["quantization_scale"], meta["zero_point"]
+    assert scale.ndim == expected.ndim
+    for dim in range(2):
+        repeats = expected.shape[dim] // scale.shape[dim]
+        scale, zero = scale.repeat_interleave(repeats, dim), zero.repeat_interleave(repeats, dim)
+    codes = torch.round(expected / scale) + zero
+    low, high = (0, 2 ** WEIGHTS[name].n_bits - 1) if zero.dtype == torch.uint8 else (-128, 127)
+    assert codes.min() >= low
+    assert codes.max() <= high
+    assert torch.equal((codes - zero) * scale, expected)
+    assert final.state_dict()["_COREML_/metadata_version"].item() == 1
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "symmetric_with_clipping"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_activations(dtype, scheme):
+    """Also what saturates: the finalized model computes what the prepared one did, beyond the calibrated range too."""
+    model, x = built(ConvNet)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec(dtype=dtype, qscheme=scheme))
+    inputs = (x, 5 * x, -7 * x)
+    expected = [ready(value) for value in inputs]
+    final = quantizer.finalize(backend="coreml")
+    for value, y in zip(inputs, expected, strict=True):
+        assert sqnr(y, final(value)) > 90
+    assert {"quantize", "dequantize"} <= set(dict(final.fc.linear_quantize_input.named_children()))
+
+
+def test_half_precision_activations():
+    model, x = built(Mlp, torch.float16)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec())
+    expected = ready(x)
+    final = quantizer.finalize(backend="coreml")
+    assert final(x).dtype == torch.float16
+    assert sqnr(expected, final(x)) > 60
+
+
+def test_tied_weights_stay_tied_and_all_owners_have_metadata():
+    model, x = built(Tied)
+    quantizer, ready = prepared(model, x, W8)
+    y = ready(x)
+    final = quantizer.finalize(backend="coreml")
+    assert final.embed.weight is final.head.weight
+    assert type(final.head).__name__ == "Linear"
+    assert _metadata(final, "embed._COREML_/weight/").keys() == _metadata(final, "head._COREML_/weight/").keys()
+    assert torch.equal(final(x), y)
+
+
+REFUSED = {
+    "int2": (QuantizationSpec(dtype="int2"), None),
+    "uint2": (QuantizationSpec(dtype="uint2"), None),
+    "int3": (QuantizationSpec(dtype="int3"), None),
+    "fp8": (QuantizationSpec(dtype="float8_e4m3fn"), None),
+    "fp4": (QuantizationSpec(dtype="float4_e2m1fn_x2", granularity=blocks(32)), None),
+    "minval weight": (QuantizationSpec(qformulation="minval"), None),
+    "int4 activation": (W8, QuantizationSpec(dtype="int4")),
+    "fp8 activation": (W8, QuantizationSpec(dtype="float8_e5m2")),
+    "activation per channel": (W8, QuantizationSpec(granularity=PerChannelGranularity(axis=-1))),
+    "minval activation": (W8, QuantizationSpec(qformulation="minval")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_core_ml_lacks_is_refused_and_nothing_is_touched(name):
+    weight, activation = REFUSED[name]
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, weight, activation)
+    before, y = copy.deepcopy(ready.state_dict()), ready(x)
+    with pytest.raises(CoreMLExportError, match=r"CoreML export does not support .*'(up|down)\."):
+        quantizer.finalize(backend="coreml")
+    after = ready.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(ready(x), y)
+
+
+@settings(max_examples=25, deadline=None)
+@given(weight_specs((32, 32)))
+def test_random_specs_are_exported_exactly_or_refused(spec):
+    """Never wrong, never another error."""
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, spec)
+    y = ready(x)
+    try:
+        final = quantizer.finalize(backend="coreml")
+    except CoreMLExportError:
+        assert torch.equal(ready(x), y)
+    else:
+        assert torch.equal(final(x), y)
+
+
+def test_dynamic_activations_are_refused():
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, W8, QuantizationSpec(qparam_calculator_cls="dynamic"))
+    with pytest.raises(NotImplementedError, match="quantized dynamically"):
+        quantizer.finalize(backend="coreml")
+
+
+def test_a_second_finalize_is_refused():
+    """The finalized model is no prepared model any more; it is not exported twice by mistake."""
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, W8)
+    quantizer.finalize(backend="coreml")
+    with pytest.raises(RuntimeError, match="not been prepared"):
+        quantizer.finalize(backend="coreml")
+
+
+def test_finalize_while_calibrating_is_refused():
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, W8)
+    with quantizer.calibration_mode(), pytest.raises(RuntimeError, match="calibrat"):
+        quantizer.finalize(backend="coreml")
