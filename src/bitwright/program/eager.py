@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -261,6 +262,7 @@ def _flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     return flat
 
 
+@functools.lru_cache(maxsize=1024)
 def _forward_parameters(cls: type[nn.Module]) -> list[str]:
     try:
         parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
