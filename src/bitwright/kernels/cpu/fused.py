@@ -13,11 +13,12 @@ import torch
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.reference import check_running
 
+from .choosing import choose_part, finish, observe_rows
 from .lanes import LANES
 from .layout import Layout, layout_of
-from .loops import CODES, FAKE, HIGHEST, LOWEST, VALUES, accumulate, map_part, mask_part
+from .mapping import CODES, FAKE, VALUES, map_part, mask_part
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
-from .ranges import choose_part, extremes, finish, observe_rows
+from .ranges import HIGHEST, LOWEST, accumulate, extremes
 from .threads import part_count, run_parts, thread_count
 
 __all__ = ["choose_qparams", "dequantize", "fake_quantize", "min_max", "observe_and_fake_quantize", "quantize"]

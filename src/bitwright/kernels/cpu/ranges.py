@@ -1,43 +1,144 @@
-"""From ranges to parameters, and the loops that observe and quantize in one pass.
+"""The loops that find the range of every block.
 
 Ranges travel as order keys (``arithmetic.order_key``) while they are widened, and as float32 in the same memory after
-``join``.
+``join_parts``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import BFLOAT16, FLOAT32, choose, has_nan, round_to, value_of_key
+from .arithmetic import has_nan, load, order_key, value_of_key
 from .compiling import compiled, inlined
 from .lanes import (
     LANES,
     Scalar,
-    f16_of_float,
-    float_from_bits,
-    float_of_f16,
-    float_to_bits,
-    peek_f32,
-    peek_i16,
+    keep_first,
+    load_i32,
+    maximum,
+    minimum,
     peek_i32,
     peek_i64,
     poke_f32,
-    poke_i16,
     poke_i32,
+    reduce_max,
+    reduce_min,
+    splat_int,
+    store_i32,
 )
-from .loops import (
-    FAKE,
-    HIGHEST,
-    LOWEST,
-    element_bytes,
-    first_part,
-    map_rows,
-    next_part,
-    range_of_row,
-    widen,
-)
+from .walking import address_of, block_of_row, copy, element_bytes, first_part, next_part, staged
 
-__all__ = ["choose_part", "extremes", "finish", "observe_rows"]
+__all__ = ["HIGHEST", "LOWEST", "accumulate", "extremes", "join_parts", "keys_of", "range_of_keys", "range_of_row"]
+
+HIGHEST, LOWEST = (1 << 31) - 1, -(1 << 31)
+
+
+@inlined
+def range_of_row(x: int, dtype: int, length: int, buffer: int) -> tuple[Scalar, Scalar]:
+    """Smallest and largest order key of ``length`` elements; ``buffer`` has room for a vector."""
+    low, high = splat_int(np.int32(HIGHEST)), splat_int(np.int32(LOWEST))
+    size = element_bytes(dtype)
+    last = length - length % LANES
+    for first in range(0, last, LANES):
+        keys = order_key(load(x + size * first, dtype))
+        low, high = minimum(low, keys), maximum(high, keys)
+    if last < length:
+        copy(x + size * last, buffer, size * (length - last))
+        keys = order_key(load(buffer, dtype))
+        low = minimum(low, keep_first(keys, low, length - last))
+        high = maximum(high, keep_first(keys, high, length - last))
+    return reduce_min(low), reduce_max(high)
+
+
+@inlined
+def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int, buffer: int) -> None:
+    """Widen the ranges of the blocks by the words ``begin`` to ``end``; ``buffer`` has room for a vector.
+
+    Args:
+        x: address of the tensor.
+        dtype: its dtype.
+        table: address of the layout's table.
+        lows: address of the int32 order keys of the smallest elements so far.
+        highs: address of those of the largest.
+        begin: first word; every row starts a word.
+        end: the word after the last.
+        buffer: address of the buffer.
+    """
+    length, per_element = peek_i64(table + 8), peek_i64(table + 16)
+    size = element_bytes(dtype)
+    words = (length + LANES - 1) // LANES
+    row = begin // words
+    word = begin - row * words
+    while begin < end:
+        stop = min(words, word + end - begin)
+        block = 4 * block_of_row(table, row)
+        first, last = word * LANES, min(length, stop * LANES)
+        at = x + size * (row * length + first)
+        if per_element == 0:
+            low, high = range_of_row(at, dtype, last - first, buffer)
+            poke_i32(lows + block, min(peek_i32(lows + block), low))
+            poke_i32(highs + block, max(peek_i32(highs + block), high))
+        else:
+            widen_each(at, dtype, lows + block + 4 * first, highs + block + 4 * first, last - first, buffer)
+        begin += stop - word
+        row += 1
+        word = 0
+
+
+@inlined
+def widen_each(x: int, dtype: int, lows: int, highs: int, length: int, buffer: int) -> None:
+    """Widen one range per element."""
+    size = element_bytes(dtype)
+    whole = length - length % LANES
+    for first in range(0, whole, LANES):
+        keys = order_key(load(x + size * first, dtype))
+        store_i32(lows + 4 * first, minimum(load_i32(lows + 4 * first), keys))
+        store_i32(highs + 4 * first, maximum(load_i32(highs + 4 * first), keys))
+    if whole < length:
+        keys = order_key(load(staged(x + size * whole, buffer, size * (length - whole)), dtype))
+        store_i32(buffer, keys)
+        for place in range(length - whole):
+            key, here = peek_i32(buffer + 4 * place), 4 * (whole + place)
+            poke_i32(lows + here, min(peek_i32(lows + here), key))
+            poke_i32(highs + here, max(peek_i32(highs + here), key))
+
+
+@compiled
+def accumulate(
+    x: int,
+    dtype: int,
+    table: int,
+    lows: int,
+    highs: int,
+    blocks: int,
+    groups: int,
+    words: int,
+    parts: int,
+    control: int,
+) -> None:
+    """Find the order keys of the blocks' extremes, which the caller has set to ``HIGHEST`` and ``LOWEST``.
+
+    Args:
+        x: address of the tensor.
+        dtype: its dtype.
+        table: address of the layout's table.
+        lows: address of the keys of the smallest elements: one set, or one for each part.
+        highs: address of those of the largest.
+        blocks: number of blocks if every part has its own set, else 0.
+        groups: number of groups of rows that share no block, among which one set is divided; else ``words``.
+        words: number of words, every row starting one.
+        parts: see ``first_part``.
+        control: see ``first_part``.
+    """
+    buffer = np.empty(LANES, np.float32)
+    room = address_of(buffer)
+    part = first_part(control)
+    while part < parts:
+        begin, end = groups * part // parts, groups * (part + 1) // parts
+        shift = 4 * blocks * part
+        each = words // groups
+        widen(x, dtype, table, lows + shift, highs + shift, begin * each, end * each, room)
+        part = next_part(control, part)
 
 
 @inlined
@@ -70,90 +171,6 @@ def join_parts(lows: int, highs: int, parts: int, blocks: int) -> None:
 
 
 @inlined
-def get(address: int, dtype: int, place: int) -> Scalar:
-    """One element as float32."""
-    if dtype == FLOAT32:
-        return peek_f32(address + 4 * place)
-    bits = peek_i16(address + 2 * place)
-    if dtype == BFLOAT16:
-        return float_from_bits(np.int32(bits) << 16)
-    return float_of_f16(bits)
-
-
-@inlined
-def put(address: int, dtype: int, place: int, value: Scalar) -> None:
-    """Write one element that the dtype represents."""
-    if dtype == FLOAT32:
-        poke_f32(address + 4 * place, value)
-    elif dtype == BFLOAT16:
-        poke_i16(address + 2 * place, np.int16(float_to_bits(value) >> 16))
-    else:
-        poke_i16(address + 2 * place, f16_of_float(value))
-
-
-@inlined
-def blend(value: Scalar, running: Scalar, dtype: int, mode: int, constant: Scalar, sign: Scalar) -> Scalar:
-    """The new running value.
-
-    Args:
-        value: the value of this tensor.
-        running: the running value.
-        dtype: dtype of both, to which every operation rounds.
-        mode: 0 takes the value, 1 the moving average, 2 the smaller of ``sign * value`` and ``sign * running``.
-        constant: weight of the value in the average.
-        sign: 1 for minima, -1 for maxima.
-    """
-    if mode == 1:
-        new = round_to(value * np.float32(constant), dtype)
-        old = round_to(running * np.float32(1.0 - constant), dtype)
-        return round_to(new + old, dtype)
-    if mode == 2 and (np.isnan(running) or np.float32(sign) * running < np.float32(sign) * value):
-        return running
-    return np.float32(value)
-
-
-@inlined
-def track(
-    lows: int, highs: int, blocks: int, dtype: int, mode: int, constant: Scalar, running_lows: int, running_highs: int
-) -> None:
-    """Bring the running range up to date with float32 ranges, which become the running range.
-
-    Args:
-        lows: address of the smallest elements.
-        highs: address of the largest.
-        blocks: number of blocks.
-        dtype: dtype of the running range.
-        mode: see ``blend``.
-        constant: see ``blend``.
-        running_lows: address of the running minimum.
-        running_highs: address of the running maximum.
-    """
-    for block in range(blocks):
-        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
-        low = np.float32(0) if low >= 0 else low
-        high = np.float32(0) if high <= 0 else high
-        low = blend(low, get(running_lows, dtype, block), dtype, mode, constant, 1.0)
-        high = blend(high, get(running_highs, dtype, block), dtype, mode, constant, -1.0)
-        put(running_lows, dtype, block, low)
-        put(running_highs, dtype, block, high)
-        poke_f32(lows + 4 * block, low)
-        poke_f32(highs + 4 * block, high)
-
-
-@inlined
-def choose_block(
-    low: Scalar, high: Scalar, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int, block: int
-) -> None:
-    """Choose the parameters of one block and write those that are wanted (address not 0)."""
-    quant_min, quant_max = peek_f32(grid + 8), peek_f32(grid + 12)
-    scale, point, origin = choose(low, high, dtype, scheme, quant_min, quant_max)
-    poke_f32(scales + 4 * block, scale)
-    if points != 0:
-        poke_i32(points + 4 * block, point)
-        poke_f32(origins + 4 * block, origin)
-
-
-@inlined
 def keys_of(x: int, dtype: int, table: int, lows: int, highs: int, blocks: int) -> None:
     """Order keys of the extremes of a whole tensor."""
     buffer = np.empty(LANES, np.float32)
@@ -161,7 +178,7 @@ def keys_of(x: int, dtype: int, table: int, lows: int, highs: int, blocks: int) 
         poke_i32(lows + 4 * block, np.int32(HIGHEST))
         poke_i32(highs + 4 * block, np.int32(LOWEST))
     words = peek_i64(table) * ((peek_i64(table + 8) + LANES - 1) // LANES)
-    widen(x, dtype, table, lows, highs, 0, words, np.int64(buffer.ctypes.data))
+    widen(x, dtype, table, lows, highs, 0, words, address_of(buffer))
 
 
 @compiled
@@ -180,97 +197,3 @@ def extremes(x: int, dtype: int, table: int, lows: int, highs: int, parts: int, 
     if x != 0:
         keys_of(x, dtype, table, lows, highs, blocks)
     join_parts(lows, highs, parts, blocks)
-
-
-@compiled
-def choose_part(
-    lows: int, highs: int, dtype: int, scheme: int, grid: int, scales: int, points: int, origins: int,
-    blocks: int, parts: int, control: int,
-) -> None:  # fmt: skip
-    """Choose the parameters of blocks.
-
-    Args:
-        lows: address of the float32 smallest elements.
-        highs: address of the largest.
-        dtype: dtype in which to compute.
-        scheme: see ``arithmetic.choose``.
-        grid: address of the grid's words.
-        scales: where the float32 scales go.
-        points: where the int32 zero points go, or 0.
-        origins: where the float32 minvals go, or 0.
-        blocks: number of blocks.
-        parts: see ``loops.first_part``.
-        control: see ``loops.first_part``.
-    """
-    part = first_part(control)
-    while part < parts:
-        for block in range(blocks * part // parts, blocks * (part + 1) // parts):
-            low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
-            choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
-        part = next_part(control, part)
-
-
-@compiled
-def finish(
-    x: int, table: int, lows: int, highs: int, parts: int, blocks: int, dtype: int, mode: int, constant: float,
-    running_lows: int, running_highs: int, scheme: int, grid: int, scales: int, points: int, origins: int,
-) -> None:  # fmt: skip
-    """From a small tensor, or from the keys that ``accumulate`` left, to the parameters of all blocks.
-
-    Args:
-        x: address of the tensor, or 0 to take the keys at ``lows`` and ``highs``.
-        table: address of the layout's table.
-        lows: see ``join_parts``.
-        highs: see ``join_parts``.
-        parts: see ``join_parts``.
-        blocks: number of blocks.
-        dtype: dtype of the tensor.
-        mode: see ``blend``.
-        constant: see ``blend``.
-        running_lows: address of the running minimum, or 0 for none.
-        running_highs: address of the running maximum.
-        scheme: see ``arithmetic.choose``.
-        grid: address of the grid's words.
-        scales: where the float32 scales go.
-        points: where the int32 zero points go, or 0.
-        origins: where the float32 minvals go, or 0.
-    """
-    keys = np.empty(2 * blocks if x != 0 else 0, np.int32)
-    if x != 0:
-        lows = np.int64(keys.ctypes.data)
-        highs = lows + 4 * blocks
-        keys_of(x, dtype, table, lows, highs, blocks)
-    join_parts(lows, highs, parts, blocks)
-    if running_lows != 0:
-        track(lows, highs, blocks, dtype, mode, constant, running_lows, running_highs)
-    for block in range(blocks):
-        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
-        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
-
-
-@compiled
-def observe_rows(
-    x: int, dtype: int, y: int, mask: int, scheme: int, scales: int, points: int, origins: int,
-    table: int, grid: int, rows: int, parts: int, control: int,
-) -> None:  # fmt: skip
-    """Observe and fake-quantize the rows of a layout whose row ``r`` is block ``r``.
-
-    A row is read from memory once: when it is quantized it lies in the cache.
-    """
-    length = peek_i64(table + 8)
-    words = (length + LANES - 1) // LANES
-    size = element_bytes(dtype)
-    minval = peek_i32(grid + 4)
-    buffer = np.empty((2, LANES), np.float32)
-    room = np.int64(buffer.ctypes.data)
-    part = first_part(control)
-    while part < parts:
-        for row in range(rows * part // parts, rows * (part + 1) // parts):
-            low_key, high_key = range_of_row(x + size * row * length, dtype, length, room)
-            low, high = range_of_keys(low_key, high_key)
-            choose_block(low, high, dtype, scheme, grid, scales, points, origins, row)
-            map_rows(
-                FAKE, x, dtype, y, dtype, mask, scales, 0 if minval else points, origins if minval else 0,
-                table, grid, row * words, (row + 1) * words, room,
-            )  # fmt: skip
-        part = next_part(control, part)

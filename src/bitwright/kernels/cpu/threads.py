@@ -84,7 +84,7 @@ def part_count(threads: int) -> int:
 def run_parts(kernel: Callable[..., object], arguments: tuple[Any, ...], threads: int, alive: object) -> None:
     """Run a compiled kernel on several threads, the calling one among them.
 
-    The threads take the parts of the job from a shared counter (``loops.first_part``). The caller waits for parts
+    The threads take the parts of the job from a shared counter (``walking.first_part``). The caller waits for parts
     that others have begun, never for a thread that has not come yet.
 
     Args:

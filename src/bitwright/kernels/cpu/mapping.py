@@ -1,4 +1,4 @@
-"""The loops over a tensor's rows.
+"""The loops that map a tensor element by element: fake-quantize, quantize, dequantize, and the gradient.
 
 Every function takes addresses and the layout's table (``layout.Layout``). Several threads may run one function at the
 same time and share its parts. Work is counted in words: vectors of sixteen elements, each with a word in the mask. Rows
@@ -10,115 +10,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import clamp, code_of_float, code_of_integer, load, order_key, store
+from .arithmetic import clamp, code_of_float, code_of_integer, load, store
 from .compiling import called, compiled, inlined
 from .lanes import (
     LANES,
     Lanes,
-    Scalar,
-    fetch_add,
     from_mask,
-    keep_first,
     load_f32,
     load_i32,
     load_mask,
-    maximum,
-    minimum,
     peek_f32,
-    peek_i16,
     peek_i32,
     peek_i64,
-    poke_i16,
-    poke_i32,
-    reduce_max,
-    reduce_min,
     splat,
     splat_int,
     store_i32,
     store_mask,
     to_float,
 )
+from .walking import address_of, block_of_row, copy, element_bytes, first_part, next_part, staged
 
-__all__ = [
-    "CODES",
-    "FAKE",
-    "HIGHEST",
-    "LOWEST",
-    "VALUES",
-    "accumulate",
-    "element_bytes",
-    "first_part",
-    "map_part",
-    "map_rows",
-    "mask_part",
-    "next_part",
-    "range_of_row",
-    "widen",
-]
+__all__ = ["CODES", "FAKE", "VALUES", "last_step", "map_flat", "map_part", "map_rows", "mask_part", "spread", "step"]
 
 FAKE, CODES, VALUES = 0, 1, 2
-HIGHEST, LOWEST = (1 << 31) - 1, -(1 << 31)
 _TILE = 32 * LANES
 _VECTOR = 4 * LANES
-
-
-@inlined
-def block_of_row(table: int, row: int) -> Scalar:
-    """First block of a row: the row's index in mixed radix, times the strides."""
-    outer = peek_i64(table + 32)
-    if outer == 0:
-        return 0
-    sizes = table + 40
-    strides = sizes + 8 * outer
-    block = 0
-    for place in range(outer - 1, 0, -1):
-        size = peek_i64(sizes + 8 * place)
-        quotient = row // size
-        block += (row - quotient * size) * peek_i64(strides + 8 * place)
-        row = quotient
-    return block + row * peek_i64(strides)
-
-
-@inlined
-def first_part(control: int) -> Scalar:
-    """The number of the first part that the calling thread works on.
-
-    Threads take the parts of a job one after the other from a counter in memory, so that a thread that comes late or
-    is held up does less. The second number in memory counts the parts that are done.
-
-    Args:
-        control: address of two int64 zeros shared by the threads, or 0 for a single thread.
-    """
-    return fetch_add(control) if control != 0 else 0
-
-
-@inlined
-def next_part(control: int, part: int) -> Scalar:
-    """Report a part as done and return the number of the next one."""
-    if control == 0:
-        return part + 1
-    fetch_add(control + 8)
-    return fetch_add(control)
-
-
-@inlined
-def element_bytes(dtype: int) -> int:
-    """Bytes of one element."""
-    return 4 if dtype == 0 else 2
-
-
-@inlined
-def copy(source: int, target: int, size: int) -> None:
-    """Copy an even number of bytes."""
-    for place in range(0, size, 2):
-        poke_i16(target + place, peek_i16(source + place))
-
-
-@inlined
-def staged(source: int, buffer: int, size: int) -> int:
-    """Where a whole vector can be read: the buffer, with the last ``size`` bytes copied into it."""
-    copy(source, buffer, size)
-    return buffer
 
 
 @inlined
@@ -250,7 +166,7 @@ def map_flat(
     nothing = splat(np.float32(0))
     fixed = low if origins != 0 else nothing
     tile = np.empty((3, _TILE + LANES), np.float32)
-    tile_scales = np.int64(tile.ctypes.data)
+    tile_scales = address_of(tile)
     tile_points = tile_scales + 4 * (_TILE + LANES)
     tile_origins = tile_points + 4 * (_TILE + LANES)
     for start in range(begin * LANES, last, _TILE):
@@ -302,7 +218,7 @@ def map_part(
         control: see ``first_part``.
     """
     buffer = np.empty((2, LANES), np.float32)
-    room = np.int64(buffer.ctypes.data)
+    room = address_of(buffer)
     flat = peek_i64(table + 24)
     part = first_part(control)
     while part < parts:
@@ -333,7 +249,7 @@ def mask_part(
     words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
     buffer = np.empty((2, LANES), np.float32)
-    room = np.int64(buffer.ctypes.data)
+    room = address_of(buffer)
     part = first_part(control)
     while part < parts:
         begin, end = total * part // parts, total * (part + 1) // parts
@@ -352,112 +268,4 @@ def mask_part(
             if first >= length:
                 first = 0
                 row += 1
-        part = next_part(control, part)
-
-
-@inlined
-def range_of_row(x: int, dtype: int, length: int, buffer: int) -> tuple[Scalar, Scalar]:
-    """Smallest and largest order key of ``length`` elements; ``buffer`` has room for a vector."""
-    low, high = splat_int(np.int32(HIGHEST)), splat_int(np.int32(LOWEST))
-    size = element_bytes(dtype)
-    last = length - length % LANES
-    for first in range(0, last, LANES):
-        keys = order_key(load(x + size * first, dtype))
-        low, high = minimum(low, keys), maximum(high, keys)
-    if last < length:
-        copy(x + size * last, buffer, size * (length - last))
-        keys = order_key(load(buffer, dtype))
-        low = minimum(low, keep_first(keys, low, length - last))
-        high = maximum(high, keep_first(keys, high, length - last))
-    return reduce_min(low), reduce_max(high)
-
-
-@inlined
-def widen(x: int, dtype: int, table: int, lows: int, highs: int, begin: int, end: int, buffer: int) -> None:
-    """Widen the ranges of the blocks by the words ``begin`` to ``end``; ``buffer`` has room for a vector.
-
-    Args:
-        x: address of the tensor.
-        dtype: its dtype.
-        table: address of the layout's table.
-        lows: address of the int32 order keys of the smallest elements so far.
-        highs: address of those of the largest.
-        begin: first word; every row starts a word.
-        end: the word after the last.
-        buffer: address of the buffer.
-    """
-    length, per_element = peek_i64(table + 8), peek_i64(table + 16)
-    size = element_bytes(dtype)
-    words = (length + LANES - 1) // LANES
-    row = begin // words
-    word = begin - row * words
-    while begin < end:
-        stop = min(words, word + end - begin)
-        block = 4 * block_of_row(table, row)
-        first, last = word * LANES, min(length, stop * LANES)
-        at = x + size * (row * length + first)
-        if per_element == 0:
-            low, high = range_of_row(at, dtype, last - first, buffer)
-            poke_i32(lows + block, min(peek_i32(lows + block), low))
-            poke_i32(highs + block, max(peek_i32(highs + block), high))
-        else:
-            widen_each(at, dtype, lows + block + 4 * first, highs + block + 4 * first, last - first, buffer)
-        begin += stop - word
-        row += 1
-        word = 0
-
-
-@inlined
-def widen_each(x: int, dtype: int, lows: int, highs: int, length: int, buffer: int) -> None:
-    """Widen one range per element."""
-    size = element_bytes(dtype)
-    whole = length - length % LANES
-    for first in range(0, whole, LANES):
-        keys = order_key(load(x + size * first, dtype))
-        store_i32(lows + 4 * first, minimum(load_i32(lows + 4 * first), keys))
-        store_i32(highs + 4 * first, maximum(load_i32(highs + 4 * first), keys))
-    if whole < length:
-        keys = order_key(load(staged(x + size * whole, buffer, size * (length - whole)), dtype))
-        store_i32(buffer, keys)
-        for place in range(length - whole):
-            key, here = peek_i32(buffer + 4 * place), 4 * (whole + place)
-            poke_i32(lows + here, min(peek_i32(lows + here), key))
-            poke_i32(highs + here, max(peek_i32(highs + here), key))
-
-
-@compiled
-def accumulate(
-    x: int,
-    dtype: int,
-    table: int,
-    lows: int,
-    highs: int,
-    blocks: int,
-    groups: int,
-    words: int,
-    parts: int,
-    control: int,
-) -> None:
-    """Find the order keys of the blocks' extremes, which the caller has set to ``HIGHEST`` and ``LOWEST``.
-
-    Args:
-        x: address of the tensor.
-        dtype: its dtype.
-        table: address of the layout's table.
-        lows: address of the keys of the smallest elements: one set, or one for each part.
-        highs: address of those of the largest.
-        blocks: number of blocks if every part has its own set, else 0.
-        groups: number of groups of rows that share no block, among which one set is divided; else ``words``.
-        words: number of words, every row starting one.
-        parts: see ``first_part``.
-        control: see ``first_part``.
-    """
-    buffer = np.empty(LANES, np.float32)
-    room = np.int64(buffer.ctypes.data)
-    part = first_part(control)
-    while part < parts:
-        begin, end = groups * part // parts, groups * (part + 1) // parts
-        shift = 4 * blocks * part
-        each = words // groups
-        widen(x, dtype, table, lows + shift, highs + shift, begin * each, end * each, room)
         part = next_part(control, part)
