@@ -129,7 +129,8 @@ def _total_version(tensors: QParams) -> int:
 
 def _sample(weight: torch.Tensor) -> Any:
     """Return a NumPy view of elements spread over a contiguous tensor in main memory; None for any other."""
-    if not weight.is_cpu or not weight.is_contiguous():
+    integers = _BITS_AS.get(weight.element_size())
+    if integers is None or not weight.is_cpu or not weight.is_contiguous():
         return None
-    elements = weight.detach().view(-1).view(_BITS_AS[weight.element_size()])
+    elements = weight.detach().view(-1).view(integers)
     return elements[:: max(1, elements.numel() // _SAMPLES)].numpy()
