@@ -12,7 +12,7 @@ from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerChannelGranularity
 
-from ..artifact.strategies import weight_specs
+from tests.artifact.strategies import weight_specs
 from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
 
 

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .eager import finalize_eager
 from .extras import MissingExtraError
+from .graph import finalize_graph
 
-__all__ = ["MissingExtraError", "finalize_eager"]
+__all__ = ["MissingExtraError", "finalize_eager", "finalize_graph"]

@@ -1,0 +1,128 @@
+"""Nodes of Core AI's ops in the places of a graph's simulators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from bitwright.artifact import CompressedTensor, QuantizedTensor
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .coreai_activations import ActivationOperands, activation_operands
+from .coreai_weights import quantized_operands
+from .extras import require
+from .mapped import MappedFiles
+
+__all__ = ["emit_activation", "emit_weight", "weight_buffers"]
+
+
+def weight_buffers(tensor: CompressedTensor[Any], base: str, files: MappedFiles | None) -> dict[str, Any]:
+    """Return the operands of a weight's op; tensors among them under the names of the buffers that they become.
+
+    Args:
+        tensor: a quantized weight.
+        base: start of the buffers' names, and name of the file.
+        files: where to store the buffers, None to keep them in memory.
+    """
+    assert isinstance(tensor, QuantizedTensor)
+    operands = quantized_operands(tensor)
+    names = {"input": "quantized", "scale": "scale", "zero_point": "zero_point", "minval": "minval"}
+    buffers = {f"{base}_{names[key]}": operands[key] for key in names if operands.get(key) is not None}
+    if files is not None:
+        buffers = files.store_tensors(buffers, base)
+    if tensor.layout.format == "float4_e2m1fn_x2":
+        floats = require("coreai_torch._compression._floatx", "coreai", "Export to Core AI")
+        buffers[f"{base}_quantized"] = floats.Float4Tensor(buffers[f"{base}_quantized"])
+    produced = operands.get("output_dtype") or operands["scale"].dtype
+    return {
+        "buffers": buffers,
+        "base": base,
+        "input_dtype": operands.get("input_dtype"),
+        "output_dtype": operands.get("output_dtype"),
+        "round_to": None if produced == tensor.dtype else tensor.dtype,
+    }
+
+
+def emit_weight(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any]) -> None:
+    """Replace a simulator's call on a weight by ``coreai.constexpr_blockwise_shift_scale``."""
+    graph, base = module.graph, operands["base"]
+    read: dict[str, fx.Node] = {}
+    with graph.inserting_before(node):
+        for name, tensor in operands["buffers"].items():
+            read[name.removeprefix(f"{base}_")] = _read_buffer(module, name, tensor)
+        arguments = (
+            read["quantized"], read["scale"], read.get("zero_point"), read.get("minval"), operands["input_dtype"],
+        )  # fmt: skip
+        options = {} if operands["output_dtype"] is None else {"output_dtype": operands["output_dtype"]}
+        new = graph.call_function(torch.ops.coreai.constexpr_blockwise_shift_scale.default, arguments, options)
+        if operands["round_to"] is not None:
+            new = _cast(graph, new, operands["round_to"])
+    _take_place(node, new)
+
+
+def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuantizeImplBase) -> None:
+    """Replace a simulator's call on an activation by ``coreai.quantize`` and ``coreai.dequantize``.
+
+    As in eager mode the ops work in float32 and what saturates early is clamped before.
+    """
+    graph, operands = module.graph, activation_operands(simulator)
+    cast = operands.compute_dtype != torch.float32
+    name = node.name
+    with graph.inserting_before(node):
+        x: Any = node.args[0]
+        if cast:
+            x = _cast(graph, x, torch.float32)
+        x = _clamp(module, x, operands, name, _rank(node))
+        scale = _read_buffer(module, f"{name}_scale", operands.scale)
+        options: dict[str, Any] = {}
+        for kind in ("zero_point", "minval"):
+            parameter = getattr(operands, kind)
+            if parameter is not None:
+                options[kind] = _read_buffer(module, f"{name}_{kind}", parameter)
+        options["axis"] = operands.axis
+        quantized = graph.call_function(torch.ops.coreai.quantize.default, (x, scale, operands.dtype), options)
+        if operands.is_integer:
+            options = {**options, "input_dtype": operands.dtype}
+        options = {**options, "output_dtype": torch.float32}
+        new = graph.call_function(torch.ops.coreai.dequantize.default, (quantized, scale), options)
+        if cast:
+            new = _cast(graph, new, operands.compute_dtype)
+    _take_place(node, new)
+
+
+def _clamp(module: fx.GraphModule, x: fx.Node, operands: ActivationOperands, name: str, rank: int) -> fx.Node:
+    graph = module.graph
+    for kind, function in (("low", torch.ops.aten.maximum.default), ("high", torch.ops.aten.minimum.default)):
+        limit = getattr(operands, kind)
+        if limit is not None:
+            if limit.ndim:
+                limit = limit.reshape([-1 if dim == operands.axis else 1 for dim in range(rank)])
+            x = graph.call_function(function, (x, _read_buffer(module, f"{name}_{kind}", limit)))
+    return x
+
+
+def _rank(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    source: Any = node.args[0]
+    value = source.meta.get("val") if value is None else value
+    return len(value.shape) if value is not None else 0
+
+
+def _read_buffer(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.Node:
+    if name not in module._buffers:
+        module.register_buffer(name, tensor)
+    node = module.graph.get_attr(name)
+    node.meta["val"] = tensor
+    return node
+
+
+def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return graph.call_function(torch.ops.aten.to.dtype, (x, dtype))
+
+
+def _take_place(node: fx.Node, new: fx.Node) -> None:
+    new.meta.update({key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta})
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)

@@ -1,0 +1,78 @@
+"""Core ML's metadata and quantize calls in the places of a graph's simulators."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from .coreml import check_activation, coreml_activation
+from .coreml_weights import check_weight, mark_root, mark_weight
+from .graph import GraphSimulators, compressed
+
+__all__ = ["finalize_graph_coreml"]
+
+
+def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> None:
+    """Put rounded weights with metadata, and torch's quantize calls, in the places of simulators.
+
+    Raises:
+        CoreMLExportError: Core ML cannot hold a weight or an activation. The graph is unchanged.
+    """
+    for node, simulator in found.activations:
+        if not simulator.is_disabled():
+            check_activation(simulator, node.name)
+    tensors = [compressed(module, weight) for weight in found.weights]
+    for weight, tensor in zip(found.weights, tensors, strict=True):
+        check_weight(tensor, weight.target)
+    rounded: set[str] = set()
+    for weight, tensor in zip(found.weights, tensors, strict=True):
+        path, _, name = weight.target.rpartition(".")
+        owner = module.get_submodule(path)
+        everywhere = all(
+            user in weight.nodes
+            for source in module.graph.find_nodes(op="get_attr", target=weight.target)
+            for user in source.users
+        )
+        target = weight.target
+        if not everywhere or target in rounded:
+            name = _free_name(owner, name)
+            target = f"{path}.{name}" if path else name
+        rounded.add(target)
+        _store(owner, name, tensor.decode())
+        mark_weight(owner, name, tensor)
+        for node in weight.nodes:
+            _read_instead(node, target)
+    for node, simulator in found.activations:
+        if simulator.is_disabled():
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            continue
+        name = f"_mil_act_quant_{node.name}"
+        module.add_module(name, coreml_activation(simulator))
+        with module.graph.inserting_before(node):
+            new = module.graph.call_module(name, (node.args[0],))
+        new.meta.update({key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta})
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+    mark_root(module)
+
+
+def _store(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    if name in owner._buffers:
+        owner._buffers[name] = value
+    else:
+        owner._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def _free_name(owner: nn.Module, name: str) -> str:
+    number = 1
+    while f"{name}_{number}" in owner._parameters:
+        number += 1
+    return f"{name}_{number}"
+
+
+def _read_instead(node: fx.Node, target: str) -> None:
+    with node.graph.inserting_before(node):
+        read = node.graph.get_attr(target)
+    read.meta.update({key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta})
+    node.replace_all_uses_with(read)
+    node.graph.erase_node(node)

@@ -1,0 +1,227 @@
+"""Finalize a prepared graph: check everything, then put the target's ops in the places of the simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
+from bitwright.common import ExportBackend
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.quantization._export_utils import (
+    can_export_stateless_fake_quant,
+    get_activation_export_handler,
+    validate_activation_export_supported,
+)
+from bitwright.quantization.config import ExecutionMode
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .mapped import MappedFiles
+
+__all__ = ["GraphSimulators", "UnsupportedActivationError", "finalize_graph"]
+
+
+class UnsupportedActivationError(ValueError, RuntimeError):
+    """The target cannot hold an activation of a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphWeight:
+    """A weight of a graph under one simulator.
+
+    Attributes:
+        target: name of the parameter or buffer.
+        nodes: the simulator's calls on it.
+        simulator: the simulator.
+    """
+
+    target: str
+    nodes: list[fx.Node]
+    simulator: FakeQuantizeImplBase
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSimulators:
+    """The calls of simulators in a graph."""
+
+    weights: list[GraphWeight]
+    activations: list[tuple[fx.Node, FakeQuantizeImplBase]]
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> GraphSimulators:
+        """Find them; a simulator of a parameter or buffer counts as a weight's."""
+        weights: dict[tuple[str, int], GraphWeight] = {}
+        activations = []
+        for node in module.graph.nodes:
+            simulator = simulator_of(module, node)
+            if simulator is None:
+                continue
+            source = node.args[0]
+            on_state = isinstance(source, fx.Node) and source.op == "get_attr"
+            if on_state and simulator.quantization_target != CompressionTargetTensor.ACTIVATION:
+                key = (str(source.target), id(simulator))
+                weights.setdefault(key, GraphWeight(key[0], [], simulator)).nodes.append(node)
+            else:
+                activations.append((node, simulator))
+        return cls(list(weights.values()), activations)
+
+
+def simulator_of(module: fx.GraphModule, node: fx.Node) -> FakeQuantizeImplBase | None:
+    """Return the simulator that a node calls, or None."""
+    if node.op != "call_module":
+        return None
+    found = module.get_submodule(str(node.target))
+    return found if isinstance(found, FakeQuantizeImplBase) else None
+
+
+def state_of(module: nn.Module, target: str) -> torch.Tensor:
+    """Return a parameter or buffer by its dotted name."""
+    path, _, name = target.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(path), name)
+    return tensor
+
+
+def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_dir: str | None = None) -> fx.GraphModule:
+    """Turn a prepared graph into what ``backend`` converts.
+
+    Args:
+        module: a graph in eval mode, with batch norms folded, whose simulators are ``call_module`` nodes. Changed in
+            place, and only after everything was checked; its tensors are not written to.
+        backend: Core AI, Core ML, or ``_TORCH``, which leaves the graph as it is.
+        mmap_dir: Core AI only: folder for file-backed weights.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        MissingExtraError: the backend's library is not installed.
+        ValueError: no simulator is left in the graph, a tensor that the backend cannot hold (``CoreMLExportError`` for
+            Core ML), or ``mmap_dir`` with another backend or device.
+        NotImplementedError: activations whose parameters are computed at run time.
+        ArtifactError: a weight cannot be stored so that it decodes to what the graph computes; names it.
+    """
+    backend = ExportBackend(backend)
+    if mmap_dir is not None and backend != ExportBackend.CoreAI:
+        raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {backend!r}.")
+    if backend == ExportBackend._TORCH:
+        return module
+    found = GraphSimulators.of(module)
+    if not found.weights and not found.activations:
+        raise ValueError(
+            f"The graph has no fake quant nodes, so there is nothing to export to {backend.value}. The configuration "
+            "matched nothing, or every tensor was left out; print quantizer.plan(example_inputs) to see why."
+        )
+    _refuse_stateless(found, backend)
+    if backend == ExportBackend.CoreAI:
+        _finalize_coreai(module, found, mmap_dir)
+    else:
+        from .coreml_graph import finalize_graph_coreml
+
+        finalize_graph_coreml(module, found)
+    clean_up(module)
+    return module
+
+
+def compressed(module: fx.GraphModule, weight: GraphWeight) -> CompressedTensor[Any]:
+    """Return the compressed form of a graph's weight."""
+    return compress_tensor(state_of(module, weight.target), [weight.simulator], weight.target)
+
+
+def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: str | None) -> None:
+    from .coreai_graph import emit_activation, emit_weight, weight_buffers
+    from .coreai_weights import coreai_layers, unsupported_weight
+
+    coreai_layers()
+    for node, simulator in found.activations:
+        _check_coreai_activation(node, simulator)
+    files = None if mmap_dir is None else MappedFiles(mmap_dir, module)
+    buffers = []
+    taken: dict[str, int] = {}
+    try:
+        for weight in found.weights:
+            tensor = compressed(module, weight)
+            problem = unsupported_weight(tensor)
+            if problem is not None:
+                raise ValueError(f"Weight {weight.target!r} cannot be exported to Core AI: {problem}.")
+            base = _unused(weight.target.replace(".", "_"), taken)
+            dense = isinstance(tensor, DenseTensor)
+            buffers.append(None if dense else weight_buffers(tensor, base, files))
+    except BaseException:
+        if files is not None:
+            files.discard()
+        raise
+    for weight, operands in zip(found.weights, buffers, strict=True):
+        for node in weight.nodes:
+            if operands is None:
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            else:
+                emit_weight(module, node, operands)
+    for node, simulator in found.activations:
+        handler: Callable[..., Any] | None = get_activation_export_handler(simulator.granularity, ExecutionMode.GRAPH)
+        if simulator.is_disabled():
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        elif handler is not None:
+            handler(module, node, simulator)
+        else:
+            emit_activation(module, node, simulator)
+
+
+def _check_coreai_activation(node: fx.Node, simulator: FakeQuantizeImplBase) -> None:
+    if simulator.is_disabled() or get_activation_export_handler(simulator.granularity, ExecutionMode.GRAPH):
+        return
+    try:
+        validate_activation_export_supported(simulator)
+    except ValueError as error:
+        raise UnsupportedActivationError(f"{node.name}: {error}") from error
+    QuantizedActivation.from_simulator(simulator, node.name)
+
+
+def _refuse_stateless(found: GraphSimulators, backend: ExportBackend) -> None:
+    for node, simulator in found.activations:
+        if not simulator.is_stateless:
+            continue
+        if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, ExecutionMode.GRAPH):
+            continue
+        raise NotImplementedError(
+            f"Activation {node.name!r} is quantized dynamically ({type(simulator.qparams_calculator).__name__}), which "
+            f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
+            "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
+            "register an activation export handler."
+        )
+
+
+def _unused(name: str, taken: dict[str, int]) -> str:
+    taken[name] = taken.get(name, 0) + 1
+    return name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
+
+
+def clean_up(module: fx.GraphModule) -> None:
+    """Remove what nobody calls any more; dense weights that nobody reads become empty placeholders."""
+    graph = module.graph
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (node.op == "get_attr" or simulator_of(module, node) is not None):
+            if node.op == "get_attr":
+                _empty(module, str(node.target))
+            graph.erase_node(node)
+    called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    for name, child in list(module._modules.items()):
+        if isinstance(child, FakeQuantizeImplBase) and name not in called:
+            del module._modules[name]
+    graph.lint()
+    module.recompile()
+
+
+def _empty(module: fx.GraphModule, target: str) -> None:
+    """Put an empty tensor in the place of one that no node reads."""
+    if any(str(node.target) == target and node.users for node in module.graph.find_nodes(op="get_attr", target=target)):
+        return
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    parameter = owner._parameters.get(name)
+    if parameter is not None:
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        owner._parameters[name] = nn.Parameter(empty, requires_grad=False)
