@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def op_spellings(node: fx.Node) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def schema_names(target: Callable[..., Any]) -> tuple[str, ...]:
+def schema_names(target: Any) -> tuple[str, ...]:
     """Return the argument names of an aten overload in order, ``input`` first in place of ``self``."""
     if not isinstance(target, torch._ops.OpOverload):
         return ()

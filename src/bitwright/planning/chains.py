@@ -1,0 +1,116 @@
+"""Chains of ops that are quantized as one: op, batch norm, activation; each with the rule that applies to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bitwright.config.matching import ModuleRules, OpRule, resolve_op_rule
+from bitwright.program import Op, Program, Value
+from bitwright.program.aten_names import canonical_name
+
+from .graph_ops import ACTIVATIONS, OpRole, role_of
+
+__all__ = ["Chain", "find_chains"]
+
+
+@dataclass(eq=False, slots=True)
+class Chain:
+    """An op that is quantized, with what is fused behind it; nothing is simulated in between.
+
+    Attributes:
+        ops: the op itself, then a batch norm, then an activation, as far as they are there.
+        role: what is known about the op itself.
+        key: kind of the chain (``"conv_bn_act"``).
+        rule: what the configuration says about the op itself; it holds for the whole chain.
+        rank: place among all chains of the program, the strongest first. Rules by name are stronger than rules by
+            type and those stronger than the global one; within each, op names, op types and defaults in this order;
+            then longer chains, later entries of the configuration, earlier ops.
+    """
+
+    ops: tuple[Op, ...]
+    role: OpRole
+    key: str
+    rule: OpRule
+    rank: int = 0
+
+    @property
+    def primary(self) -> Op:
+        """The op that the chain is named after."""
+        return self.ops[0]
+
+    @property
+    def last(self) -> Op:
+        """The op whose output leaves the chain."""
+        return self.ops[-1]
+
+    @property
+    def batch_norm(self) -> Op | None:
+        """The batch norm of the chain."""
+        return self.ops[1] if len(self.ops) > 1 and canonical_name(self.ops[1].type) == "batch_norm" else None
+
+
+def find_chains(program: Program, rules: ModuleRules) -> list[Chain]:
+    """Return the chains of a graph program in order of execution, ranked. Takes time linear in the number of ops."""
+    outputs = {id(value) for value in program.outputs}
+    covered: set[int] = set()
+    chains: list[Chain] = []
+    for op in program.ops:
+        role = role_of(op)
+        if role is None or id(op) in covered or not op.outputs:
+            continue
+        ops = _look_ahead(op, role, outputs)
+        covered.update(map(id, ops))
+        key = _key(role, ops)
+        spellings = dict.fromkeys((op.type, *op.aliases, role.pattern, key))
+        chains.append(Chain(ops, role, key, resolve_op_rule(rules[op.module_path], op.name, tuple(spellings))))
+    _rank(chains, rules)
+    return chains
+
+
+def _look_ahead(op: Op, role: OpRole, outputs: set[int]) -> tuple[Op, ...]:
+    ops = [op]
+    if role.takes_batch_norm:
+        follower = _only_user(ops[-1], outputs)
+        if follower is not None and canonical_name(follower.type) == "batch_norm":
+            ops.append(follower)
+    if role.takes_activation:
+        follower = _only_user(ops[-1], outputs)
+        if follower is not None and canonical_name(follower.type) in ACTIVATIONS:
+            ops.append(follower)
+    return tuple(ops)
+
+
+def _only_user(op: Op, outputs: set[int]) -> Op | None:
+    """Return the one op that reads the one output of ``op`` as its first argument, None if others do too."""
+    if len(op.outputs) != 1:
+        return None
+    value: Value = op.outputs[0]
+    if len(value.uses) != 1 or id(value) in outputs or value.uses[0].index != 0:
+        return None
+    return value.uses[0].op
+
+
+def _key(role: OpRole, ops: Sequence[Op]) -> str:
+    parts = [role.pattern]
+    for op in ops[1:]:
+        parts.append("bn" if canonical_name(op.type) == "batch_norm" else "act")
+    return "_".join(parts)
+
+
+def _rank(chains: list[Chain], rules: ModuleRules) -> None:
+    entry_order: dict[str, int] = {}
+    for _, rule in rules.by_priority():
+        entry_order.setdefault(rule.describe(), len(entry_order))
+    order = sorted(
+        range(len(chains)),
+        key=lambda i: (
+            chains[i].rule.module_rule.level,
+            chains[i].rule.level,
+            -len(chains[i].ops),
+            entry_order[chains[i].rule.module_rule.describe()],
+            i,
+        ),
+    )
+    for rank, i in enumerate(order):
+        chains[i].rank = rank

@@ -1,0 +1,156 @@
+"""The plan of graph quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.program import Op, Program
+from bitwright.quantization.spec import PerTensorGranularity
+
+from .chains import Chain, find_chains
+from .eager import PlanBuilder
+from .graph_boundaries import apply_boundaries
+from .kv_cache import apply_kv_caches
+from .merge_specs import with_fields
+from .plan import Placement, Plan, Problem, Site
+from .quantized import Resolution, resolve_activation
+from .reconcile import Group, reconcile
+from .shared_axes import channel_axis, keeps_axis
+from .sharing import DisjointSets
+from .slots import SlotTable, build_slots
+from .states import decide_states
+from .unmatched import unmatched_problems
+
+__all__ = ["GraphDecisions", "boundary_paths", "plan_graph_quantization"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDecisions:
+    """The plan, and what insertion needs besides.
+
+    Attributes:
+        plan: rows, placements and problems.
+        chains: the ops that are quantized as one.
+        rules: which part of the configuration owns which module.
+    """
+
+    plan: Plan
+    chains: list[Chain]
+    rules: ModuleRules
+
+
+def boundary_paths(config: Any, model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules whose boundary the configuration speaks about; the root is always known."""
+    rules = resolve_module_rules(config, model)
+    return tuple(path for path, rule in rules.items() if path and (rule.module_input_spec or rule.module_output_spec))
+
+
+def plan_graph_quantization(config: Any, model: nn.Module, program: Program) -> GraphDecisions:
+    """Apply a ``QuantizerConfig`` to the program of an exported graph, in time nearly linear in its size.
+
+    Args:
+        config: the quantizer's configuration.
+        model: the model that ``program`` was captured from; only its module tree is read.
+        program: from :func:`bitwright.program.graph.capture_graph`.
+    """
+    rules = resolve_module_rules(config, model)
+    chains = find_chains(program, rules)
+    builder = PlanBuilder("graph")
+    for decision in decide_states(program, rules, _rules_of(chains)).values():
+        builder.add_weight(decision)
+    table = build_slots(program, chains)
+    groups = reconcile(program, chains, table)
+    problems = apply_boundaries(program, rules, table, groups)
+    problems += apply_kv_caches(config, program, table, groups)
+    for group in groups:
+        problems += _keep_or_drop_axis(group)
+    for placement, resolution in _placements(groups, table):
+        builder.add_activation(placement, resolution)
+    return GraphDecisions(builder.build([*problems, *unmatched_problems(rules)]), chains, rules)
+
+
+def _rules_of(chains: Sequence[Chain]) -> Callable[[Op], OpRule | None]:
+    rules = {id(chain.primary): chain.rule for chain in chains}
+    return lambda op: rules.get(id(op))
+
+
+def _keep_or_drop_axis(group: Group) -> list[Problem]:
+    """Fall back to one scale for the whole tensor where an op within the group moves the axis of the scales."""
+    rank = len(group.slots[0].value.shape)
+    axis = channel_axis(group.spec, rank)
+    if axis is None:
+        return []
+    moved = [op for op in group.movers if not keeps_axis(op, axis)]
+    if not moved:
+        return []
+    name = group.slots[0].sites()[0].label
+    message = (
+        f"{type(group.spec.granularity).__name__}(axis={group.spec.granularity.axis}) cannot hold on both sides of "
+        f"{', '.join(op.name for op in moved)}, which share one simulator: the axis changes its size or its place. "
+        "One scale for the whole tensor is used. Choose an axis that these ops leave alone, or exclude them."
+    )
+    group.spec = with_fields(group.spec, granularity=PerTensorGranularity())
+    return [Problem("axis-moved", name, message)]
+
+
+def _placements(groups: Sequence[Group], table: SlotTable) -> list[tuple[Placement, Resolution]]:
+    found: list[tuple[Placement, Resolution]] = []
+    for members in _merged_by_value(groups, table):
+        first = members[0]
+        sites = _sites(members, table)
+        if not sites or first.demand is None:
+            continue
+        placement = Placement(
+            first.spec,
+            CompressionTargetTensor.ACTIVATION,
+            first.demand.rule,
+            first.demand.module_path,
+            sites=sites,
+            note=first.note,
+        )
+        found.append((placement, _resolve(first.spec, sites, first.demand.rule)))
+    return found
+
+
+def _sites(members: Sequence[Group], table: SlotTable) -> list[Site]:
+    """Return where simulators stand: a reader needs none of its own where its producer has the same one."""
+    slots = sorted((slot for group in members for slot in group.slots), key=lambda slot: slot.index)
+    own = {slot.index for slot in slots}
+    sites: list[Site] = []
+    for slot in slots:
+        produced = None if slot.op is None else table.outputs.get(id(slot.value))
+        if produced is None or produced not in own:
+            sites += slot.sites()
+    return sites
+
+
+def _merged_by_value(groups: Sequence[Group], table: SlotTable) -> list[list[Group]]:
+    """Put groups together that want the same of a tensor which nobody asked to simulate where it is produced."""
+    sets = DisjointSets(len(groups))
+    seen: dict[tuple[int, Any], int] = {}
+    produced = {slot.index for group in groups for slot in group.slots if slot.op is None}
+    for number, group in enumerate(groups):
+        for slot in group.slots:
+            if slot.op is None or table.outputs.get(id(slot.value)) in produced:
+                continue
+            sets.union(seen.setdefault((id(slot.value), group.spec), number), number)
+    return [[groups[i] for i in indices] for indices in sets.groups()]
+
+
+def _resolve(spec: Any, sites: Sequence[Site], rule: str) -> Resolution:
+    """Check the spec against every shape that the simulator will see; the first trouble counts for all."""
+    resolution = Resolution(None)
+    shapes: dict[tuple[int, ...], str] = {}
+    for site in sites:
+        shapes.setdefault(site.value.shape, site.label)
+    for shape, label in shapes.items():
+        resolution = resolve_activation(spec, shape, label, rule)
+        if resolution.spec is None:
+            return resolution
+    return resolution

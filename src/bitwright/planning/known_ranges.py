@@ -1,0 +1,125 @@
+"""What is known about an activation before any data is seen: ranges that an op's formula gives, and mask sentinels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from bitwright.program import Op, Program, Value
+from bitwright.program.aten_names import canonical_name
+from bitwright.quantization.spec import QuantizationScheme
+
+from .graph_ops import passthrough_of
+
+__all__ = ["KnownRange", "known_range", "known_ranges", "sentinel_values"]
+
+Bounds = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRange:
+    """The range of an op's output by its formula, and the scheme that fits it."""
+
+    scheme: QuantizationScheme
+    bounds: Bounds
+
+
+_ASYMMETRIC, _SYMMETRIC = QuantizationScheme.ASYMMETRIC, QuantizationScheme.SYMMETRIC
+_UNIT = KnownRange(_ASYMMETRIC, (0.0, 1.0))
+
+
+def _hardtanh(op: Op) -> KnownRange:
+    low = float(op.literals.get("min_val", -1.0))
+    high = float(op.literals.get("max_val", 1.0))
+    scheme = _SYMMETRIC if low == -high else _ASYMMETRIC
+    return KnownRange(scheme, (min(low, 0.0), max(high, 0.0)))
+
+
+_RANGES: Mapping[str, Callable[[Op], KnownRange]] = MappingProxyType(
+    {
+        "tanh": lambda _: KnownRange(_SYMMETRIC, (-1.0, 1.0)),
+        "sigmoid": lambda _: _UNIT,
+        "hardsigmoid": lambda _: _UNIT,
+        "softmax": lambda _: _UNIT,
+        "relu": lambda _: KnownRange(_ASYMMETRIC, (0.0, None)),
+        "relu6": lambda _: KnownRange(_ASYMMETRIC, (0.0, 6.0)),
+        "hardtanh": _hardtanh,
+    }
+)
+
+
+def known_range(op: Op) -> KnownRange | None:
+    """Return the range of the first output of ``op`` where its formula gives one."""
+    rule = _RANGES.get(canonical_name(op.type))
+    return None if rule is None else rule(op)
+
+
+def known_ranges(program: Program) -> dict[int, KnownRange]:
+    """Return what is known about each value by ``id``; ops that only move values hand on what holds for their input."""
+    found: dict[int, KnownRange] = {}
+    for op in program.ops:
+        fact = known_range(op)
+        if fact is None and passthrough_of(op) is not None and op.arguments:
+            fact = _handed_on(found.get(id(op.arguments[0].value)), op)
+        if fact is not None and op.outputs:
+            found[id(op.outputs[0])] = fact
+    return found
+
+
+def _handed_on(fact: KnownRange | None, op: Op) -> KnownRange | None:
+    if fact is None or "dropout" not in op.type:
+        return fact
+    # In training, dropout scales up what it keeps.
+    return KnownRange(fact.scheme, (0.0, None)) if fact.bounds[0] == 0.0 else None
+
+
+# A number at most this large means "masked": it stands for minus infinity in front of a softmax.
+_SENTINEL = -1e4
+_SOURCES = frozenset({"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"})
+_CARRIERS = frozenset(
+    {"add", "sub", "mul", "where", "masked_fill", "cat", "stack", "to", "_to_copy", "triu", "tril", "repeat", "expand"}
+    | {"index_put", "copy", "slice_scatter", "select_scatter", "masked_scatter", "type_as", "detach", "alias"}
+    | {"lift_fresh_copy"}
+)
+
+
+def sentinel_values(program: Program) -> set[int]:
+    """Return the ids of values that hold mask sentinels (``-inf``, ``finfo.min``, ``-1e4``) among their numbers.
+
+    One scale for such a tensor would round everything else to zero, so these values are not simulated.
+    """
+    states = {id(value.state): value for op in program.ops for value in _state_arguments(op)}
+    found = {id(value) for value in states.values() if _is_sentinel_state(value)}
+    for op in program.ops:
+        if _is_source(op) or (_carries(op) and any(id(argument.value) in found for argument in op.arguments)):
+            found.update(id(value) for value in op.outputs)
+    return found
+
+
+def _state_arguments(op: Op) -> list[Value]:
+    return [argument.value for argument in op.arguments if argument.value.state is not None]
+
+
+def _is_source(op: Op) -> bool:
+    if canonical_name(op.type) not in _SOURCES:
+        return False
+    return any(
+        isinstance(number, int | float) and not isinstance(number, bool) and number <= _SENTINEL
+        for number in op.literals.values()
+    )
+
+
+def _carries(op: Op) -> bool:
+    return canonical_name(op.type) in _CARRIERS or passthrough_of(op) is not None
+
+
+def _is_sentinel_state(value: Value) -> bool:
+    state = value.state
+    if state is None or state.is_parameter or not state.tensor.is_floating_point() or state.tensor.is_meta:
+        return False
+    if "running" in state.name:
+        return False
+    return state.tensor.numel() > 0 and bool(torch.amin(state.tensor.detach()) <= _SENTINEL)

@@ -1,0 +1,86 @@
+"""The spec that slots with different demands agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bitwright.quantization.spec import QuantizationScheme, QuantizationSpec
+from bitwright.quantization.spec.qparams_calculator import DynamicQParamsCalculator, StatelessQParamsCalculatorBase
+
+from .slots import Demand, Slot
+
+__all__ = ["merge_specs", "with_fields"]
+
+_Bounds = tuple[float | None, float | None]
+
+
+def merge_specs(slots: Sequence[Slot]) -> tuple[QuantizationSpec | None, Demand | None, str]:
+    """Return the spec of a group, the demand that decided, and a note on whom it overruled.
+
+    The strongest demand wins. What is known about the values beats the scheme that it asks for; a bound holds only if
+    it holds for every slot that somebody asked to quantize, because one simulator sees them all.
+    """
+    demands = [slot.demand for slot in slots if slot.demand is not None and slot.demand.spec is not None]
+    if not demands:
+        return None, None, ""
+    winner = min(demands, key=lambda demand: demand.rank)
+    spec: QuantizationSpec = winner.spec
+    changes: dict[str, Any] = {}
+    scheme = _known_scheme(slots)
+    if scheme is not None and not spec.dtype.is_floating_point and scheme != spec.qscheme:
+        changes["qscheme"] = scheme
+    bounds = _common_bounds(slots)
+    if is_stateless(spec):
+        bounds = (None, None)
+    if bounds != tuple(spec.float_range):
+        changes["float_range"] = list(bounds)
+    note = _overruled(winner, demands)
+    return (with_fields(spec, **changes) if changes else spec), winner, note
+
+
+def with_fields(spec: QuantizationSpec, **changes: Any) -> QuantizationSpec:
+    """Return a spec of the same class with some fields changed, checked anew.
+
+    A float format cannot be asymmetric; its scheme becomes symmetric.
+    """
+    fields = {name: getattr(spec, name) for name in type(spec).model_fields}
+    fields.update(changes)
+    if fields["dtype"].is_floating_point:
+        fields["qscheme"] = QuantizationScheme.SYMMETRIC
+    elif fields.get("scale_dtype") is not None:
+        fields["scale_dtype"] = None
+    return type(spec)(**fields)
+
+
+def is_stateless(spec: QuantizationSpec) -> bool:
+    """Whether the simulator computes its parameters for each tensor anew, so that no range can be fixed."""
+    calculator = spec.qparam_calculator_cls
+    return issubclass(calculator, (StatelessQParamsCalculatorBase, DynamicQParamsCalculator))
+
+
+def _known_scheme(slots: Sequence[Slot]) -> QuantizationScheme | None:
+    schemes = {slot.fact.scheme for slot in slots if slot.fact is not None}
+    if not schemes:
+        return None
+    return QuantizationScheme.ASYMMETRIC if QuantizationScheme.ASYMMETRIC in schemes else QuantizationScheme.SYMMETRIC
+
+
+def _common_bounds(slots: Sequence[Slot]) -> _Bounds:
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    for slot in slots:
+        if slot.demand is None or slot.demand.spec is None:
+            continue
+        low, high = slot.demand.spec.float_range
+        known = slot.fact.bounds if slot.fact is not None else (None, None)
+        lows.append(known[0] if low is None else low)
+        highs.append(known[1] if high is None else high)
+    low = None if None in lows else min(bound for bound in lows if bound is not None)
+    high = None if None in highs else max(bound for bound in highs if bound is not None)
+    return low, high
+
+
+def _overruled(winner: Demand, demands: Sequence[Demand]) -> str:
+    others = dict.fromkeys(d.rule for d in demands if d.spec != winner.spec and d.rule != winner.rule)
+    return f"shared; decides over {', '.join(others)}" if others else ""

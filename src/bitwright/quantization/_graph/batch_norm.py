@@ -1,0 +1,151 @@
+"""Batch norm behind a convolution or linear layer, folded into it while the folded weight is fake-quantized.
+
+In evaluation the layer computes with ``W' = W * s`` and ``b' = (b - mean) * s + beta``, where
+``s = gamma / sqrt(var + eps)``, exactly as after finalization, when ``W'`` and ``b'`` are constants. In training the
+simulator still sees ``W'``, but the batch's own statistics count: the layer's output is divided by ``s`` and normalised
+(R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference", 2018, section 3.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["BiasFold", "FoldLayout", "OutputFold", "WeightFold"]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldLayout:
+    """How a scale per output channel lies over a layer's weight and output.
+
+    Attributes:
+        eps: added to the variance.
+        weight_shape: shape that the scale takes to be multiplied with the weight.
+        split_shape: shape that the weight takes for that (grouped transposed convolutions), None for its own.
+        output_shape: shape that the scale takes against the layer's output.
+    """
+
+    eps: float
+    weight_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    split_shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_layer(cls, weight: torch.Size, transposed: bool, groups: int, eps: float, output_rank: int) -> FoldLayout:
+        """Return the layout for a weight of shape (out, in, ...), or (in, out / groups, ...) where ``transposed``."""
+        output_shape = (1, -1, *[1] * (output_rank - 2))
+        if not transposed:
+            return cls(eps, (-1, *[1] * (len(weight) - 1)), output_shape)
+        kernel = [1] * (len(weight) - 2)
+        if groups == 1:
+            return cls(eps, (1, -1, *kernel), output_shape)
+        split = (groups, weight[0] // groups, *weight[1:])
+        return cls(eps, (groups, 1, weight[1], *kernel), output_shape, split)
+
+    def scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
+        """Return ``s``, one number per channel."""
+        deviation = torch.sqrt(var + self.eps)
+        return 1.0 / deviation if gamma is None else gamma / deviation
+
+    def divisible_scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
+        """Return ``s``, with ``1 / sqrt(var + eps)`` where gamma is 0: the output can be divided by it again."""
+        scale = self.scale(gamma, var)
+        return scale if gamma is None else torch.where(scale == 0, self.scale(None, var), scale)
+
+
+class _Fold(nn.Module):
+    def __init__(self, layout: FoldLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+class WeightFold(_Fold):
+    """Multiplies a weight with the scale of the batch norm behind it.
+
+    Args:
+        layout: where the scale lies.
+        target: dotted name of the weight.
+    """
+
+    def __init__(self, layout: FoldLayout, target: str) -> None:
+        super().__init__(layout)
+        self.target = target
+
+    def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
+        """Return ``W'``, in training with the scale that the output is divided by later."""
+        layout = self.layout
+        scale = layout.divisible_scale(gamma, var) if self.training else layout.scale(gamma, var)
+        scale = scale.reshape(layout.weight_shape).to(weight.dtype)
+        if layout.split_shape is None:
+            return weight * scale
+        return (weight.reshape(layout.split_shape) * scale).reshape(weight.shape)
+
+
+class BiasFold(_Fold):
+    """The bias of a layer that its batch norm is folded into.
+
+    Args:
+        layout: where the scale lies.
+        target: dotted name of the bias, which the layer may not have had before.
+    """
+
+    def __init__(self, layout: FoldLayout, target: str) -> None:
+        super().__init__(layout)
+        self.target = target
+
+    def forward(
+        self,
+        bias: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return ``b'``; None in training, where the bias is added after the division by the scale."""
+        if self.training:
+            return None
+        shift = -mean if bias is None else bias - mean
+        folded = shift * self.layout.scale(gamma, var)
+        folded = folded if beta is None else folded + beta
+        return folded.to(mean.dtype if bias is None else bias.dtype)
+
+
+class OutputFold(_Fold):
+    """What is left of a batch norm behind the layer that it is folded into.
+
+    Args:
+        layout: where the scale lies.
+        momentum: weight of the batch in the running statistics.
+    """
+
+    def __init__(self, layout: FoldLayout, momentum: float) -> None:
+        super().__init__(layout)
+        self.momentum = momentum
+
+    def forward(
+        self,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        batches: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``y``; in training undo the scale, add the layer's bias, and normalise by the batch."""
+        if not self.training:
+            return y
+        shape = self.layout.output_shape
+        y = y / self.layout.divisible_scale(gamma, var).reshape(shape).to(y.dtype)
+        if bias is not None:
+            y = y + bias.reshape(shape)
+        if batches is not None:
+            batches.add_(1)
+        return nn.functional.batch_norm(y, mean, var, gamma, beta, True, self.momentum, self.layout.eps)
+
+
+def channels_of(weight: torch.Size, transposed: bool, groups: int) -> int:
+    """Return the number of output channels of a layer."""
+    return weight[1] * groups if transposed else weight[0]

@@ -1,0 +1,92 @@
+"""The graph engine: export, plan, insert, finalize."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from bitwright.base_model_compressor import _BaseModelCompressor
+from bitwright.common import ExportBackend
+from bitwright.planning import Plan
+from bitwright.planning.graph import GraphDecisions, boundary_paths, plan_graph_quantization
+from bitwright.program.graph import capture_graph
+from bitwright.program.graph_module import TracedGraphModule
+from bitwright.quantization._engine import Engine, ExampleInputs
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .finalize import folded_copy
+from .initialise import initialise
+from .insert import GraphInsertion
+
+__all__ = ["GraphEngine"]
+
+_logger = logging.getLogger(__name__)
+
+
+class GraphEngine(Engine):
+    """Works on an exported copy of the model's program; the model itself is left alone."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__(model, config)
+        self._captured: tuple[TracedGraphModule, GraphDecisions] | None = None
+        self._paths: dict[str, str] = {}
+
+    def plan(self, example: ExampleInputs) -> Plan:
+        module, self.program = capture_graph(
+            self.model,
+            example.args,
+            example.kwargs,
+            example.dynamic_shapes,
+            example.no_grad,
+            boundary_paths(self.config, self.model),
+        )
+        decisions = plan_graph_quantization(self.config, self.model, self.program)
+        self._captured = module, decisions
+        return decisions.plan
+
+    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+        assert self._captured is not None
+        module, decisions = self._captured
+        assert decisions.plan is plan
+        self._captured = None
+        insertion = GraphInsertion(module, self.program, decisions)
+        insertion.run()
+        initialise(module, self.program, example)
+        self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
+        self._preserve_attributes(module)
+        return module
+
+    def module_paths(self) -> Mapping[str, str]:
+        return self._paths
+
+    def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
+        below = f"{path}." if path else ""
+        names = [name for name, owner in self._paths.items() if owner == path or owner.startswith(below)]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        found = [modules[name] for name in names if isinstance(modules.get(name), FakeQuantizeImplBase)]
+        return list(dict.fromkeys(found))
+
+    def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
+        if not isinstance(model, TracedGraphModule):
+            raise TypeError(f"model must be a torch.fx.GraphModule from prepare(), got {type(model).__name__}.")
+        finalized = folded_copy(model)
+        _BaseModelCompressor._unmark_model(finalized)
+        if backend == ExportBackend._TORCH:
+            return finalized
+        from .backends import emit
+
+        return emit(finalized, backend, mmap_dir)
+
+    def _preserve_attributes(self, module: nn.Module) -> None:
+        for name in self.config.preserved_attributes or ():
+            if hasattr(self.model, name):
+                setattr(module, name, getattr(self.model, name))
+            else:
+                _logger.warning(
+                    "Attribute %r of preserved_attributes was not found on %s and will be skipped.",
+                    name,
+                    type(self.model).__name__,
+                )

@@ -1,0 +1,130 @@
+"""From a prepared graph to one in which nothing is left to be learnt."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bitwright.program.graph_module import TracedGraphModule
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .batch_norm import BiasFold, OutputFold, WeightFold
+from .fold_insert import FOLDS
+
+__all__ = ["folded_copy"]
+
+
+def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
+    """Return a copy in eval mode with batch norms folded into weights and biases; simulators stay.
+
+    The copy has simulators of its own and refers to the parameters that folding does not change. ``prepared`` is left
+    as it is.
+    """
+    memo = {id(tensor): tensor for tensor in _states(prepared)}
+    twin: TracedGraphModule = copy.deepcopy(prepared, memo)
+    twin.eval()
+    with torch.no_grad():
+        _Folder(twin).run()
+    twin.recompile()
+    return twin
+
+
+def _states(module: nn.Module) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for child in _outside_simulators(module):
+        found += [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
+    return found
+
+
+def _outside_simulators(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, FakeQuantizeImplBase):
+        return []
+    return [module, *(found for child in module.children() for found in _outside_simulators(child))]
+
+
+class _Folder:
+    """Replaces the nodes of folds by the tensors that they compute."""
+
+    def __init__(self, module: TracedGraphModule) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.names: dict[tuple[Any, ...], str] = {}
+
+    def run(self) -> None:
+        if FOLDS not in self.module._modules:
+            return
+        nodes = [node for node in self.graph.nodes if node.op == "call_module" and str(node.target).startswith(FOLDS)]
+        folds = {node: self.module.get_submodule(str(node.target)) for node in nodes}
+        read = {str(source.target) for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+        constants = {
+            node: fold(*(self._value(argument) for argument in node.args))
+            for node, fold in folds.items()
+            if isinstance(fold, WeightFold | BiasFold)
+        }
+        for node, fold in folds.items():
+            if isinstance(fold, OutputFold):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        for node, constant in constants.items():
+            self._replace(node, folds[node], constant)
+        del self.module._modules[FOLDS]
+        self._drop_unread(read)
+
+    def _replace(self, node: fx.Node, fold: nn.Module, constant: torch.Tensor) -> None:
+        assert isinstance(fold, WeightFold | BiasFold)
+        sources = tuple(self._source(argument) for argument in node.args)
+        key = (fold.target, fold.layout, *sources)
+        if key not in self.names:
+            self.names[key] = self._store(fold.target, constant, set(node.all_input_nodes))
+        with self.graph.inserting_before(node):
+            replacement = self.graph.get_attr(self.names[key])
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        self.graph.erase_node(node)
+
+    def _store(self, target: str, constant: torch.Tensor, sources: set[fx.Node]) -> str:
+        """Keep a folded tensor under the layer's own name, or beside it if somebody else reads what stands there."""
+        raw = [node for node in self.graph.find_nodes(op="get_attr", target=target) if node in sources]
+        shared = any(not str(user.target).startswith(FOLDS) for node in raw for user in node.users)
+        name, number = target, 0
+        while name in self.names.values() or (shared and number == 0):
+            number += 1
+            name = f"{target}_folded_{number}"
+        path, _, attribute = name.rpartition(".")
+        container = self.module.get_submodule(path)
+        container._parameters[attribute] = nn.Parameter(constant.detach(), requires_grad=False)
+        return name
+
+    def _source(self, argument: Any) -> str:
+        while argument is not None and argument.op == "call_module":  # a simulator on a bias
+            argument = argument.args[0]
+        return "" if argument is None else str(argument.target)
+
+    def _value(self, argument: Any) -> torch.Tensor | None:
+        if argument is None:
+            return None
+        path, _, name = str(argument.target).rpartition(".")
+        if argument.op == "call_module":
+            simulated: torch.Tensor = self.module.get_submodule(str(argument.target))(self._value(argument.args[0]))
+            return simulated
+        tensor: torch.Tensor = getattr(self.module.get_submodule(path), name)
+        return tensor
+
+    def _drop_unread(self, read: set[str]) -> None:
+        """Remove what only the folds read, and nodes that nobody reads any more."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node.op == "get_attr" or _calls_simulator(self.module, node)):
+                self.graph.erase_node(node)
+        still = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        for name in read - still:
+            path, _, attribute = name.rpartition(".")
+            container = self.module.get_submodule(path)
+            container._parameters.pop(attribute, None)
+            container._buffers.pop(attribute, None)
+
+
+def _calls_simulator(module: nn.Module, node: fx.Node) -> bool:
+    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), FakeQuantizeImplBase)

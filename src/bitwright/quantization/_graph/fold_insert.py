@@ -1,0 +1,159 @@
+"""Rewrite layer and batch norm into a layer with a folded weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bitwright.planning.chains import Chain
+from bitwright.program.aten_names import aten_name, schema_names
+from bitwright.program.graph_module import TracedGraphModule
+
+from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, channels_of
+from .mode_ops import batch_counter
+
+__all__ = ["FOLDS", "Fold", "fold_batch_norms"]
+
+FOLDS = "batch_norm_folds"
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A layer with a folded weight.
+
+    Attributes:
+        layer: node of the convolution or linear layer.
+        weight: node of the folded weight.
+        output: node that took the batch norm's place.
+        name: the batch norm's name.
+        variant: the same for layers whose folded weights are equal because weight and batch norm are the same.
+    """
+
+    layer: fx.Node
+    weight: fx.Node
+    output: fx.Node
+    name: str
+    variant: tuple[str, ...]
+
+
+def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict[fx.Node, Fold]:
+    """Fold every batch norm that stands right behind a layer; return the folds by the layer's node.
+
+    Left as they are: batch norms without running statistics, over another dimension than the layer's output channels,
+    and behind layers whose weight is computed.
+    """
+    folds: dict[fx.Node, Fold] = {}
+    for chain in chains:
+        if chain.batch_norm is None:
+            continue
+        layer, norm = chain.primary.handle, chain.batch_norm.handle
+        parts = _parts(module, layer, norm)
+        if parts is not None:
+            folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
+    return folds
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    weight: fx.Node
+    bias: fx.Node | None
+    gamma: fx.Node | None
+    beta: fx.Node | None
+    mean: fx.Node
+    var: fx.Node
+    momentum: float
+    training: bool
+    layout: FoldLayout
+
+
+def _parts(module: TracedGraphModule, layer: fx.Node, norm: fx.Node) -> _Parts | None:
+    named: dict[str, Any] = {**dict(zip(schema_names(layer.target), layer.args, strict=False)), **layer.kwargs}
+    weight, bias = named.get("weight"), named.get("bias")
+    arguments: Any = norm.args
+    _, gamma, beta, mean, var, training, momentum, eps = arguments[:8]
+    states = [node for node in (weight, bias, gamma, beta, mean, var) if node is not None]
+    if weight is None or mean is None or var is None or not all(map(_is_state, states)):
+        return None
+    transposed = aten_name(layer.target).startswith("conv_transpose")
+    groups = int(named.get("groups", 1))
+    shape, channels = _tensor(module, weight).shape, _tensor(module, mean).numel()
+    rank = len(layer.meta["val"].shape)
+    if rank != max(len(shape), 2) or channels_of(shape, transposed, groups) != channels:
+        return None
+    layout = FoldLayout.of_layer(shape, transposed, groups, float(eps), rank)
+    return _Parts(weight, bias, gamma, beta, mean, var, float(momentum), bool(training), layout)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _tensor(module: TracedGraphModule, node: Any) -> torch.Tensor:
+    path, _, name = str(node.target).rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(path), name)
+    return tensor
+
+
+def _rewrite(module: TracedGraphModule, layer: fx.Node, norm: fx.Node, parts: _Parts, number: int) -> Fold:
+    graph = module.graph
+    batches = batch_counter(module, parts.mean)
+    call = _Caller(module, number, parts.training)
+    weight_name = str(parts.weight.target)
+    bias_name = str(parts.bias.target) if parts.bias is not None else ".".join((*weight_name.split(".")[:-1], "bias"))
+    with graph.inserting_before(layer):
+        weight_fold = WeightFold(parts.layout, weight_name)
+        weight = call("weight", weight_fold, (parts.weight, parts.gamma, parts.var), layer)
+        statistics = (parts.gamma, parts.beta, parts.mean, parts.var)
+        bias = call("bias", BiasFold(parts.layout, bias_name), (parts.bias, *statistics), layer)
+    weight.meta["val"], bias.meta["val"] = parts.weight.meta.get("val"), parts.mean.meta.get("val")
+    with graph.inserting_before(norm):
+        fold = OutputFold(parts.layout, parts.momentum)
+        output = call("output", fold, (layer, parts.bias, *statistics, batches), norm)
+    _set_argument(layer, "weight", weight)
+    _set_argument(layer, "bias", bias)
+    norm.replace_all_uses_with(output)
+    graph.erase_node(norm)
+    variant = tuple(str(node.target) if node is not None else "" for node in (parts.weight, parts.gamma, parts.var))
+    return Fold(layer, weight, output, norm.name, (*variant, str(parts.layout.eps)))
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Adds the three modules of one fold and the nodes that call them."""
+
+    module: TracedGraphModule
+    number: int
+    training: bool
+
+    def __call__(self, role: str, fold: nn.Module, args: tuple[Any, ...], place: fx.Node) -> fx.Node:
+        container = self._container(self._container(self.module, FOLDS), str(self.number))
+        fold.training = self.training
+        container.add_module(role, fold)
+        node = self.module.graph.create_node("call_module", f"{FOLDS}.{self.number}.{role}", args)
+        node.meta = {key: place.meta[key] for key in ("nn_module_stack", "stack_trace", "val") if key in place.meta}
+        return node
+
+    def _container(self, parent: nn.Module, name: str) -> nn.Module:
+        if name not in parent._modules:
+            child = nn.Module()
+            child.training = self.training
+            parent.add_module(name, child)
+        found = parent._modules[name]
+        assert found is not None
+        return found
+
+
+def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
+    position = schema_names(node.target).index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    elif position == len(node.args) and name not in node.kwargs:
+        node.args = (*node.args, value)
+    else:
+        node.update_kwarg(name, value)
+
+

@@ -1,0 +1,103 @@
+"""Give every simulator of a graph its first parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.planning.mutation import mutated_roots
+from bitwright.program import Program, StateTensor
+from bitwright.program.graph_module import TracedGraphModule
+from bitwright.quantization._engine import ExampleInputs
+from bitwright.quantization._schedule import switch
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .batch_norm import WeightFold
+
+__all__ = ["initialise", "simulators_of_graph", "tensor_of"]
+
+
+def initialise(module: TracedGraphModule, program: Program, example: ExampleInputs) -> None:
+    """Observe weights directly and activations in one forward of the example inputs, in eval mode without gradients.
+
+    Afterwards observers are off and fake quantization is on. States that the forward writes to are as before.
+    """
+    simulators = [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
+    with _evaluating(module), torch.random.fork_rng(devices=_cuda_devices(program)), torch.no_grad():
+        seen: set[int] = set()
+        for node, simulator in simulators_of_graph(module):
+            if _is_weight(simulator) and id(simulator) not in seen:
+                seen.add(id(simulator))
+                switch(simulator, observer=True, fake_quant=False)
+                simulator(tensor_of(module, node.args[0]))
+        for simulator in simulators:
+            switch(simulator, observer=not _is_weight(simulator), fake_quant=False)
+        if not all(map(_is_weight, simulators)):
+            with _restored(program):
+                module(*example.args, **example.kwargs)
+    for simulator in simulators:
+        switch(simulator, observer=False, fake_quant=True)
+
+
+def simulators_of_graph(module: fx.GraphModule) -> list[tuple[fx.Node, FakeQuantizeImplBase]]:
+    """Return the nodes that call simulators, with the simulators, in order of execution."""
+    found = []
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            child = module.get_submodule(str(node.target))
+            if isinstance(child, FakeQuantizeImplBase):
+                found.append((node, child))
+    return found
+
+
+def tensor_of(module: fx.GraphModule, node: object) -> torch.Tensor:
+    """Return the tensor of a node that reads a state, or that folds a batch norm into one."""
+    assert isinstance(node, fx.Node)
+    if node.op == "get_attr":
+        path, _, name = str(node.target).rpartition(".")
+        tensor: torch.Tensor = getattr(module.get_submodule(path), name)
+        return tensor
+    fold = module.get_submodule(str(node.target))
+    assert isinstance(fold, WeightFold)
+    arguments = [None if argument is None else tensor_of(module, argument) for argument in node.args]
+    folded: torch.Tensor = fold(*arguments)
+    return folded
+
+
+def _is_weight(simulator: FakeQuantizeImplBase) -> bool:
+    return simulator.quantization_target == CompressionTargetTensor.WEIGHT
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+@contextlib.contextmanager
+def _restored(program: Program) -> Iterator[None]:
+    mutated = mutated_roots(program)
+    arguments = (argument.value for op in program.ops for argument in op.arguments)
+    states: dict[int, StateTensor] = {
+        id(value.state): value.state for value in arguments if value.state is not None and id(value) in mutated
+    }
+    saved = [(state.tensor, state.tensor.detach().clone()) for state in states.values()]
+    try:
+        yield
+    finally:
+        for tensor, before in saved:
+            tensor.copy_(before)
+
+
+def _cuda_devices(program: Program) -> list[int]:
+    devices = {state.tensor.device for state in program.states.values()}
+    return sorted(device.index or 0 for device in devices if device.type == "cuda")

@@ -1,0 +1,175 @@
+"""Put the simulators of a plan into a captured graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.planning import Placement
+from bitwright.planning.graph import GraphDecisions
+from bitwright.program import Argument, Op, Program, StateTensor, Value
+from bitwright.program.graph_module import TracedGraphModule
+from bitwright.quantization.spec import QuantizationComponentFactory
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .fold_insert import Fold, fold_batch_norms
+from .mode_ops import install_mode_ops
+
+__all__ = ["SIMULATOR_PREFIX", "GraphInsertion"]
+
+SIMULATOR_PREFIX = "activation_post_process_"
+
+# Keys of what stands on a node: its weight's simulator, its output's; a reader's has the simulator's id.
+_WEIGHT, _OUTPUT = 0, -1
+
+
+@dataclass(eq=False, slots=True)
+class GraphInsertion:
+    """Simulators in a graph.
+
+    Names are those of PT2E: ``activation_post_process_<n>``, counted over the places where simulators stand, for each
+    op first in front of its inputs, then behind its output. A simulator that stands at several places has several
+    names.
+
+    Attributes:
+        simulators: by name, with the placement that each came from.
+    """
+
+    module: TracedGraphModule
+    program: Program
+    decisions: GraphDecisions
+    simulators: dict[str, tuple[FakeQuantizeImplBase, Placement]] = field(default_factory=dict)
+    _built: dict[tuple[int, tuple[str, ...]], FakeQuantizeImplBase] = field(default_factory=dict)
+    _states: dict[int, Placement] = field(default_factory=dict)
+    _readers: dict[int, Placement] = field(default_factory=dict)
+    _producers: dict[int, Placement] = field(default_factory=dict)
+    _nodes: dict[str, fx.Node] = field(default_factory=dict)
+    _folds: dict[fx.Node, Fold] = field(default_factory=dict)
+    _folded: set[fx.Node] = field(default_factory=set)
+    _placed: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Insert everything that is planned."""
+        for placement in self.decisions.plan.placements:
+            if placement.state is not None:
+                self._states[id(placement.state)] = placement
+            for site in placement.sites:
+                if site.argument is not None:
+                    self._readers[id(site.argument)] = placement
+                else:
+                    self._producers[id(site.value)] = placement
+        self._nodes = {node.name: node for node in self.module.graph.nodes}
+        self._folds = fold_batch_norms(self.module, self.decisions.chains)
+        self._folded = {fold.weight for fold in self._folds.values()}
+        self._nodes.update({fold.name: fold.output for fold in self._folds.values()})
+        for op in self.program.ops:
+            for argument in op.arguments:
+                self._insert_input(op, argument)
+            for value in op.outputs:
+                if id(value) in self._producers:
+                    self._insert_output(value, self._producers[id(value)])
+        install_mode_ops(self.module)
+        self.module.recompile()
+
+    def _insert_input(self, op: Op, argument: Argument) -> None:
+        state = argument.value.state
+        if state is not None and id(state) in self._states:
+            self._insert_weight(op, argument, state)
+        elif id(argument) in self._readers:
+            self._insert_reader(op, argument)
+
+    def _insert_weight(self, op: Op, argument: Argument, state: StateTensor) -> None:
+        placement = self._states[id(state)]
+        fold = self._folds.get(op.handle)
+        if fold is not None and argument.name == "weight":
+            if (fold.weight, _WEIGHT) not in self._placed:
+                simulator = self._build(placement, fold.variant)
+                self._placed[fold.weight, _WEIGHT] = self._stand(simulator, placement, fold.weight, op.handle)
+            return
+        source = self._nodes[argument.value.name]
+        readers = [user for user in source.users if user not in self._folded]
+        if (source, _WEIGHT) not in self._placed and readers:
+            # Right in front of its first reader, so that not all quantized weights of a model are alive at once.
+            simulator = self._build(placement, ())
+            self._placed[source, _WEIGHT] = self._stand(simulator, placement, source, min(readers), readers)
+
+    def _insert_reader(self, op: Op, argument: Argument) -> None:
+        node = self._nodes[op.name]
+        placement = self._readers[id(argument)]
+        simulator = self._build(placement, ())
+        source = self._current(argument.value)
+        if source is None or source not in node.all_input_nodes:  # done for an earlier argument with the same tensor
+            return
+        key = (source, id(simulator))
+        standing = None if _writes(op, argument) else self._placed.get(key)
+        if standing is None:
+            standing = self._stand(simulator, placement, source, node, [node])
+            if not _writes(op, argument):
+                self._placed[key] = standing
+        else:
+            node.replace_input_with(source, standing)
+
+    def _insert_output(self, value: Value, placement: Placement) -> None:
+        source = self._nodes[value.name]
+        simulator = self._build(placement, ())
+        readers = list(source.users)
+        name = self._register(simulator, placement)
+        with self.module.graph.inserting_after(source):
+            node = self.module.graph.create_node("call_module", name, (source,), name=name)
+        _describe(node, source)
+        for reader in readers:
+            reader.replace_input_with(source, node)
+        self._placed[source, _OUTPUT] = node
+
+    def _current(self, value: Value) -> fx.Node | None:
+        """Return the node that readers of ``value`` read now."""
+        source = self._nodes.get(value.name)
+        return None if source is None else self._placed.get((source, _OUTPUT), source)
+
+    def _build(self, placement: Placement, variant: tuple[str, ...]) -> FakeQuantizeImplBase:
+        key = (id(placement), variant)
+        if key not in self._built:
+            target = placement.target
+            assert target in (CompressionTargetTensor.WEIGHT, CompressionTargetTensor.ACTIVATION)
+            simulator = QuantizationComponentFactory.create_fake_quantizer(placement.spec, target)  # type: ignore[arg-type]
+            simulator.tensor_fqn = placement.name
+            self._built[key] = simulator
+        return self._built[key]
+
+    def _register(self, simulator: FakeQuantizeImplBase, placement: Placement) -> str:
+        name = f"{SIMULATOR_PREFIX}{len(self.simulators)}"
+        self.module._modules[name] = simulator
+        self.simulators[name] = (simulator, placement)
+        return name
+
+    def _stand(
+        self,
+        simulator: FakeQuantizeImplBase,
+        placement: Placement,
+        source: fx.Node,
+        before: fx.Node,
+        readers: list[fx.Node] | None = None,
+    ) -> fx.Node:
+        """Put a simulator on what ``readers`` (all if None) read of ``source``, in front of ``before``."""
+        name = self._register(simulator, placement)
+        readers = list(source.users) if readers is None else readers
+        with self.module.graph.inserting_before(before):
+            node = self.module.graph.create_node("call_module", name, (source,), name=name)
+        _describe(node, source)
+        for reader in readers:
+            reader.replace_input_with(source, node)
+        return node
+
+
+def _describe(node: fx.Node, source: fx.Node) -> None:
+    node.meta = {key: source.meta[key] for key in ("val", "nn_module_stack") if key in source.meta}
+
+
+def _writes(op: Op, argument: Argument) -> bool:
+    schema = getattr(op.target, "_schema", None)
+    if schema is None or argument.index >= len(schema.arguments):
+        return False
+    alias = schema.arguments[argument.index].alias_info
+    return alias is not None and bool(alias.is_write)
