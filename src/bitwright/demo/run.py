@@ -90,9 +90,10 @@ def run_demo(*, epochs: int = 12, seed: int = 0, progress: Callable[[str], None]
 def _make_row(recipe: Recipe, model: nn.Module, digits: Digits, reference: torch.Tensor, seed: int) -> DemoRow:
     start = time.perf_counter()
     quantizer = Quantizer(copy.deepcopy(model), recipe.config())
-    example = (digits.train_images[:64],)
-    plan = quantizer.plan(example)
-    prepared = quantizer.prepare(example)
+    any_batch = {"images": {0: torch.export.Dim.DYNAMIC}}
+    prepared = quantizer.prepare((digits.train_images[:64],), dynamic_shapes=any_batch)
+    plan = quantizer.applied_plan
+    assert plan is not None
     if recipe.calibrate:
         with quantizer.calibration_mode(), torch.no_grad():
             for images in torch.split(digits.train_images, 64)[:8]:

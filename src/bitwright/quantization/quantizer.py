@@ -122,6 +122,11 @@ class Quantizer(_BaseModelCompressor):
         self._mark_model_as_prepared(self._model)
         return self._model
 
+    @property
+    def applied_plan(self) -> Plan | None:
+        """The plan that ``prepare`` carried out; None before."""
+        return self._plan
+
     @contextmanager
     def calibration_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Collect ranges inside the ``with`` block: eval mode, observers on, activations not quantized.
