@@ -26,7 +26,6 @@ assert type(module.__loader__).__name__ == "SourceFileLoader"
     [
         "from bitwright.quantization.spec import FakeQuantizeImplBase\nassert 'torchao' not in sys.modules",
         "import torchao.quantization.pt2e\nfrom bitwright.quantization.spec import FakeQuantizeImplBase",
-        "import torchao\nfrom bitwright.quantization.spec import FakeQuantizeImplBase",
     ],
 )
 def test_registered_in_either_order(imports: str) -> None:
