@@ -1,0 +1,268 @@
+"""The simulator of palettization by k-means: palettes, indices, and the weight that they decode to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from bitwright.palettization.spec import DefaultTrainingSpec, PalettizationGranularity, TrainingStrategySpec
+from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _IncompatibleGranularityError
+from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
+from bitwright.quantization.spec import FakeQuantizeImplBase, QuantizationSpec
+
+from ._lut_quantizer import is_observed, observe_and_quantize, quantize_frozen
+from ._palette_state import PaletteState
+from ._palettes import find_palettes, fit_to_quantized, means_of_members, nearest_entries
+from .kmeans_support_mixins import _PalettizationSupportMixin
+from .supported_ops_registry import _KMeansPalettizerSupportedOpsRegistry
+
+__all__: list[str] = []
+
+_logger = logging.getLogger(__name__)
+
+
+class _Snapshot(NamedTuple):
+    """State of a simulator at one moment."""
+
+    buffers: dict[str, torch.Tensor]
+    sensitivities: torch.Tensor | None
+    initialized: bool
+    stale: bool
+
+
+class _KMeansFakePalettize(PaletteState):
+    """Palettizes a weight by k-means.
+
+    The palettes are found at the first call and stay, with the indices, until ``invalidate``, new ``sensitivities`` or
+    a training strategy change them. In eval mode the dense result is kept until indices, palettes or scale change.
+
+    Args:
+        n_bits: bits of an index.
+        lut_qspec: how palettes are quantized; None for not.
+        granularity: which part of a weight has a palette of its own.
+        cluster_dim: entries of a vector, D; vectors run along dimension 0.
+        enable_per_channel_scale: divide each output channel by its largest magnitude before clustering.
+        sensitivities: importance of each entry, not negative, in the weight's shape.
+        enable_fast_kmeans_mode: cluster scalars from a histogram.
+        rounding_precision: without effect.
+        op_to_optimize: the function that consumes the weight; gives the axis of output channels.
+        training_strategy_spec: what stands for the weight in training.
+        output_axis: dimension of output channels, 0 or 1; None for that of ``op_to_optimize``.
+        preserve_zeros: entries that come in as zero leave as zero, and have no part in clustering.
+        seed: of vector clustering.
+    """
+
+    def __init__(
+        self,
+        n_bits: int,
+        lut_qspec: QuantizationSpec | None,
+        granularity: PalettizationGranularity,
+        cluster_dim: int,
+        enable_per_channel_scale: bool,
+        sensitivities: torch.Tensor | None = None,
+        enable_fast_kmeans_mode: bool = True,
+        rounding_precision: int = 4,
+        op_to_optimize: Callable[..., Any] | None = None,
+        training_strategy_spec: TrainingStrategySpec | None = None,
+        *,
+        output_axis: int | None = None,
+        preserve_zeros: bool = False,
+        seed: int = 0,
+    ) -> None:
+        support = _KMeansPalettizerSupportedOpsRegistry.get_registry_entry_for_func(op_to_optimize)
+        super().__init__(
+            n_bits, lut_qspec, granularity, cluster_dim, (support or _PalettizationSupportMixin)(), output_axis
+        )
+        self.enable_per_channel_scale = enable_per_channel_scale
+        self.enable_fast_kmeans_mode = enable_fast_kmeans_mode
+        self.rounding_precision = rounding_precision
+        self.preserve_zeros = preserve_zeros
+        self.seed = seed
+        self._training_strategy = (training_strategy_spec or DefaultTrainingSpec()).build_strategy()
+        self._sensitivities = sensitivities
+        self._followed: tuple[Any, ...] = ()
+
+    @property
+    def sensitivities(self) -> torch.Tensor | None:
+        """Importance of each entry of the weight; setting it makes the palettes anew at the next call."""
+        return self._sensitivities
+
+    @sensitivities.setter
+    def sensitivities(self, sensitivities: torch.Tensor | None) -> None:
+        self._sensitivities = sensitivities
+        self.invalidate()
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the palettized weight, or ``weight`` itself while palettization is off.
+
+        Args:
+            weight: floating point, of the shape that it had at the first call.
+
+        Raises:
+            ValueError: the weight has entries that are not finite.
+        """
+        if self._disabled:
+            return weight
+        self.ensure_initialized(weight)
+        if self._disabled or not self.forward_enabled:
+            return weight
+        compute = self._training_strategy.train_forward if self.training else _KMeansFakePalettize.hard_assign
+        palettized = compute(self, weight)
+        return torch.where(weight != 0, palettized, 0.0) if self.preserve_zeros else palettized
+
+    def ensure_initialized(self, weight: torch.Tensor) -> None:
+        """Find palettes if there are none. A granularity that does not fit puts the simulator out of use.
+
+        Raises:
+            ValueError: the weight has entries that are not finite.
+        """
+        if self._centroids_initialized:
+            return
+        try:
+            self._initialize(weight)
+        except (_IncompatibleGranularityError, _IncompatibleClusterDimError) as error:
+            self._disabled = True
+            _logger.warning("Skipping palettization of %r: %s.", self.tensor_fqn, error)
+
+    def settle(self, weight: torch.Tensor) -> None:
+        """Bring palettes and indices up to date with ``weight``, as far as they are not.
+
+        Raises:
+            ValueError: the weight has entries that are not finite.
+        """
+        self.ensure_initialized(weight)
+        if not self.is_settled:
+            self.hard_assign(weight)
+
+    def snapshot(self) -> _Snapshot:
+        """Return the state, to which :meth:`restore` goes back."""
+        buffers = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        return _Snapshot(buffers, self._sensitivities, self._centroids_initialized, self._indices_stale)
+
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Go back to an earlier state."""
+        self.load_state_dict(snapshot.buffers)
+        self._sensitivities = snapshot.sensitivities
+        self._centroids_initialized, self._indices_stale = snapshot.initialized, snapshot.stale
+
+    def _initialize(self, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            centroids, indices = self._cluster_to_centroids(weight.detach())
+            self.centroids, self.indices = centroids.to(weight.dtype), indices
+            if self._lut_fake_quantizer is not None:
+                self._fit_quantized(weight.detach(), self._lut_fake_quantizer)
+        self._centroids_initialized = True
+        self._indices_stale = False
+
+    def _cluster_to_centroids(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return palettes ``[P, K, D]`` and indices for ``weight``; sets the channel scale."""
+        scaled = self._scale_by_per_channel_scale(weight) if self.enable_per_channel_scale else weight
+        matrix = self._reordered(scaled)
+        vectors = self._blocks_to_cluster(matrix, self.granularity.axis)
+        try:
+            found = find_palettes(
+                vectors,
+                1 << self.n_bits,
+                self._weights_of(weight, matrix),
+                fast=self.enable_fast_kmeans_mode,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise ValueError(f"Cannot cluster {self.tensor_fqn!r}: {error}") from error
+        indices = self._layout(matrix.shape).join_indices(found.indices).contiguous()
+        return found.centroids.to(vectors.dtype), indices
+
+    def _weights_of(self, weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
+        """Return the importance of each entry as ``[P, N, D]``; None where all are equal."""
+        importance = self._sensitivities
+        if self.preserve_zeros:
+            kept = (weight != 0).float()
+            importance = kept if importance is None else importance.float() * kept
+        if importance is None:
+            return None
+        if importance.shape != weight.shape:
+            raise ValueError(
+                f"sensitivities of shape {tuple(importance.shape)} do not fit the weight of shape {tuple(weight.shape)}"
+            )
+        importance = self._reordered(importance.detach().to(weight.device))
+        return self._layout(matrix.shape).split(importance.float())
+
+    def _fit_quantized(self, weight: torch.Tensor, quantizer: FakeQuantizeImplBase) -> None:
+        """Let palettes, their quantization and the indices settle with each other."""
+        assert self.centroids is not None
+        vectors, context = self.vectorize(weight)
+        weights = self._weights_of(weight, self._reordered(weight))
+
+        def quantize(luts: torch.Tensor) -> torch.Tensor:
+            return observe_and_quantize(quantizer, luts)
+
+        centroids, indices = fit_to_quantized(vectors, self.centroids, quantize, weights)
+        self.centroids = centroids.to(weight.dtype)
+        quantize(self._raw_lut(self.centroids))
+        self.indices = context.layout.join_indices(indices).contiguous()
+
+    def hard_assign(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight with each vector replaced by its palette entry; no gradient reaches ``weight``."""
+        if self._indices_stale:
+            assert self.centroids is not None
+            self.indices = self._assign_indices(weight, self.centroids)
+            self._indices_stale = False
+        return self.decode(weight)
+
+    def _assign_indices(self, weight: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+        """Return the index of the nearest palette entry, after quantization, of each vector."""
+        with torch.no_grad():
+            vectors, context = self.vectorize(weight.detach())
+            luts = self._raw_lut(centroids)
+            if self._lut_fake_quantizer is not None and is_observed(self._lut_fake_quantizer):
+                luts = quantize_frozen(self._lut_fake_quantizer, luts)[1]
+            return context.layout.join_indices(nearest_entries(vectors, luts)).contiguous()
+
+    def follow(self, weight: torch.Tensor, *, refit: bool) -> None:
+        """Assign each vector anew if ``weight`` has changed since the last time.
+
+        Args:
+            weight: the dense weight.
+            refit: also move each palette entry to the mean of its members, a step of Lloyd's algorithm.
+        """
+        state = (id(weight), 0 if weight.is_inference() else weight._version)
+        if state == self._followed and not self._indices_stale:
+            return
+        self._followed = state
+        assert self.centroids is not None
+        with torch.no_grad():
+            self.indices = self._assign_indices(weight, self.centroids)
+            if refit:
+                vectors, context = self.vectorize(weight.detach())
+                places = context.layout.split_indices(self.indices)
+                weights = self._weights_of(weight.detach(), self._reordered(weight.detach()))
+                self.centroids = means_of_members(vectors, places, self.centroids, weights)
+                self.quantize_lut(self._raw_lut(self.centroids))
+        self._indices_stale = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode."""
+        if mode:
+            self._dense.clear()
+        return super().train(mode)
+
+    def _blocks_to_cluster(self, weight_2d: torch.Tensor, axis: int | None) -> torch.Tensor:
+        """Return the vectors of each group, ``[P, N, D]``.
+
+        Raises:
+            ValueError: groups or vectors do not divide the shape.
+        """
+        return self._layout(weight_2d.shape).split(weight_2d)
+
+    def extra_repr(self) -> str:
+        """Return the settings as text."""
+        words = [f"n_bits={self.n_bits}", f"granularity={self.granularity.describe()}"]
+        words += [f"cluster_dim={self.cluster_dim}"] if self.cluster_dim > 1 else []
+        words += ["per_channel_scale"] if self.enable_per_channel_scale else []
+        return ", ".join(words)
+
+
+_FakePalettizeImplBase.register("default")(_KMeansFakePalettize)

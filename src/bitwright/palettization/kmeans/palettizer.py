@@ -1,0 +1,365 @@
+"""The palettizer: from a float model and a configuration to a model whose weights are indices into palettes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from bitwright._utils.weight_simulators import SimulatorPlace, simulator_places, unique_simulators
+from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
+from bitwright.base_model_compressor import _Lifecycle
+from bitwright.common import CompressionType, ExportBackend
+from bitwright.errors import BitwrightWarning
+from bitwright.palettization.config import KMeansPalettizerConfig, PATSchedule
+from bitwright.palettization.spec import PalettizationSpec
+from bitwright.planning import Placement, Plan
+from bitwright.planning.ops import AxisConflictError, default_weight_axes
+from bitwright.planning.palettized import PalettizationTechnique
+from bitwright.planning.stacking import kinds_on
+
+from .kmeans_fake_palettize import _KMeansFakePalettize
+from .sensitivity import CalibrationHelper, load_sensitivities, save_sensitivities
+from .supported_ops_registry import _KMeansPalettizerSupportedOpsRegistry
+
+__all__ = ["KMeansPalettizer"]
+
+_logger = logging.getLogger(__name__)
+
+_Place = SimulatorPlace[_KMeansFakePalettize]
+_SKIPPED = frozenset({"group-size", "cluster-dim"})
+
+
+class KMeansPalettizer(WeightCompressor):
+    """Palettizes the weights of a model in place: ``prepare``, then calibrate or train, then ``finalize``.
+
+    Args:
+        model: the float model; a pruned one may be palettized too.
+        config: what to palettize and how; None for 4 bit and one palette per weight.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``config`` no ``KMeansPalettizerConfig``.
+
+    Example:
+        >>> import torch
+        >>> from bitwright.palettization import KMeansPalettizer
+        >>> model = torch.nn.Linear(32, 16)
+        >>> palettized = KMeansPalettizer(model).prepare((torch.randn(2, 32),))
+        >>> len(palettized.weight.unique())
+        16
+    """
+
+    _config_type: ClassVar[type[Any]] = KMeansPalettizerConfig
+    _simulator_type: ClassVar[type[Any]] = _KMeansFakePalettize
+    _technique: ClassVar[PalettizationTechnique] = PalettizationTechnique(_KMeansPalettizerSupportedOpsRegistry)
+
+    def __init__(self, model: nn.Module, config: KMeansPalettizerConfig | None = None) -> None:
+        super().__init__(model, config)
+        self._step_count = 0
+        self._num_workers = 1
+        self._given: dict[str, torch.Tensor] | None = None
+        self._schedules: dict[str, PATSchedule] = {}
+        self._active: nn.Module | None = None
+
+    @classmethod
+    def get_op_type_resolver(cls) -> Callable[[Callable[..., Any]], str | None]:
+        """Return what maps a function to its ``op_type_config`` key, None for one whose weights stay as they are."""
+        return _KMeansPalettizerSupportedOpsRegistry.key_for_func
+
+    def prepare(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        sensitivity_path: str | PathLike[str] | None = None,
+        num_workers: int = 1,
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> nn.Module:
+        """Find palettes for the weights and put them in their place. Create optimizers afterwards.
+
+        Everything is checked first. When something fails the model is as it was.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            sensitivity_path: file of ``save_sensitivities`` or of ``calibration_mode``, for weighted clustering.
+            num_workers: accepted for code written for coreai-opt; each weight is clustered by all of torch's threads.
+            example_kwargs: keyword inputs of the model.
+            strict: turn every problem of the plan into an error, also those that only deserve a warning.
+
+        Raises:
+            PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
+            RuntimeError: the model is palettized already, its forward raised, or a weight cannot be clustered.
+            ValueError: ``num_workers`` below 1, or a sensitivity of another shape than its weight.
+        """
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+            raise ValueError(f"num_workers must be >= 1, got {num_workers!r}.")
+        self._refuse_prepared()
+        self._num_workers = num_workers
+        self._given = None if sensitivity_path is None else load_sensitivities(Path(sensitivity_path))
+        self._insert_planned(example_inputs, example_kwargs, strict)
+        self._schedules = self._schedules_by_weight()
+        return self._model
+
+    def _report(self, plan: Plan, strict: bool) -> None:
+        super()._report(plan, strict)
+        for problem in plan.problems:
+            if problem.code in _SKIPPED:
+                _logger.warning("Skipping palettization of %r: %s", problem.where, problem.message)
+
+    def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> _KMeansFakePalettize:
+        spec, state = placement.spec, placement.state
+        assert isinstance(spec, PalettizationSpec)
+        assert state is not None
+        config = self._rules[placement.module_path].config
+        try:
+            axes = default_weight_axes(state)
+        except AxisConflictError:
+            axes = None
+        return _KMeansFakePalettize(
+            **{name: getattr(spec, name) for name in type(spec).model_fields},
+            enable_fast_kmeans_mode=config.enable_fast_kmeans_mode,
+            rounding_precision=config.rounding_precision,
+            op_to_optimize=state.uses[0].op.target if state.uses else None,
+            output_axis=None if axes is None else axes.channel,
+            preserve_zeros=CompressionType.PRUNING in kinds_on(below),
+        )
+
+    def _initialise(self, inserted: InsertedSimulators) -> None:
+        if self._given is not None:
+            self._set_sensitivities(self._given, self._model)
+        _cluster(_places(self._model), self._num_workers)
+
+    def _schedules_by_weight(self) -> dict[str, PATSchedule]:
+        """Return the schedule of each palettized weight that has one, by the weight's name."""
+        assert self._plan is not None
+        found: dict[str, PATSchedule] = {}
+        for placement in self._plan.placements:
+            schedule = self._rules[placement.module_path].config.pat_schedule
+            if schedule is not None:
+                found[placement.name] = schedule
+        return found
+
+    @contextmanager
+    def calibration_mode(  # type: ignore[override]  # importance is found from a loss
+        self,
+        model: nn.Module | None = None,
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        sensitivity_path: str | PathLike[str] | None = None,
+    ) -> Iterator[CalibrationHelper]:
+        """Find out inside the ``with`` block how much the loss depends on each weight; cluster anew on its end.
+
+        The block runs in eval mode with dense weights and with gradients: run a batch through the model and hand output
+        and target to ``step``. If it raises, everything is as before.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+            loss_fn: called with output and target; returns a loss (summed if it is no scalar).
+            sensitivity_path: where to write the sensitivities of all parameters; safetensors, or for ``.pt`` and the
+                like the format of ``torch.save``.
+
+        Yields:
+            An object with ``step(output, target)`` and mergeable ``statistics``.
+
+        Raises:
+            RuntimeError: the model is not prepared, another mode is active, or ``step`` was never called.
+            ValueError: gradients were not finite.
+        """
+        target = self._target(model, "entering calibration mode")
+        places = _places(target)
+        with self._mode(target, _Lifecycle.CALIBRATING), _dense_weights(places), torch.enable_grad():
+            with _gradients_of(target, places) as parameters:
+                helper = CalibrationHelper(parameters, loss_fn)
+                yield helper
+            if helper.statistics.steps == 0:
+                raise RuntimeError(
+                    "calibration_mode requires at least one call to step() before exiting: run a batch through the "
+                    "model and hand its output and target to step()."
+                )
+            helper.statistics.all_reduce()
+            sensitivities = helper.statistics.sensitivities()
+            if sensitivity_path is not None:
+                save_sensitivities(sensitivities, Path(sensitivity_path))
+            self._recluster(sensitivities, target, places)
+
+    def _recluster(self, sensitivities: Mapping[str, torch.Tensor], target: nn.Module, places: list[_Place]) -> None:
+        """Cluster with sensitivities; on an error all palettes are as before."""
+        before = [place.simulator.snapshot() for place in places]
+        try:
+            self._set_sensitivities(sensitivities, target)
+            _cluster(places, self._num_workers)
+        except BaseException:
+            for place, snapshot in zip(places, before, strict=True):
+                place.simulator.restore(snapshot)
+            raise
+
+    def _set_sensitivities(self, sensitivities: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+        """Hand each simulator its sensitivities, whichever name of a shared weight they stand under."""
+        found: dict[int, torch.Tensor] = {}
+        for place in simulator_places(model, _KMeansFakePalettize):
+            entry = sensitivities.get(place.parameter_name, sensitivities.get(place.name))
+            if entry is None or id(place.simulator) in found:
+                continue
+            if entry.shape != place.original.shape:
+                raise ValueError(
+                    f"The sensitivities of {place.name!r} have shape {tuple(entry.shape)}, the weight has shape "
+                    f"{tuple(place.original.shape)}. They belong to another model."
+                )
+            found[id(place.simulator)] = entry
+        missing = []
+        for place in _places(model):
+            entry = found.get(id(place.simulator))
+            if entry is None:
+                missing.append(place.name)
+            else:
+                place.simulator.sensitivities = entry.to(place.original.device)
+        if missing:
+            warnings.warn(
+                f"No sensitivities for {', '.join(map(repr, missing))}; these weights are clustered without.",
+                BitwrightWarning,
+                stacklevel=6,
+            )
+
+    def save_sensitivities(self, path: str | PathLike[str]) -> None:
+        """Write the sensitivities of all palettized weights, for ``prepare(sensitivity_path=...)``.
+
+        Args:
+            path: safetensors file, or for ``.pt`` and the like one of ``torch.save``.
+
+        Raises:
+            RuntimeError: the model is not prepared.
+            ValueError: there are none; calibrate first.
+        """
+        target = self._target(None, "save_sensitivities()")
+        known = {
+            place.parameter_name: place.simulator.sensitivities
+            for place in _places(target)
+            if place.simulator.sensitivities is not None
+        }
+        if not known:
+            raise ValueError("No sensitivities found. Run calibration_mode(loss_fn=...) first.")
+        save_sensitivities(known, Path(path))
+
+    @contextmanager
+    def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
+        """Train inside the ``with`` block as schedules and training strategies say; palettes are settled on its end.
+
+        Args:
+            model: a prepared model; the one that ``prepare`` returned when None.
+
+        Raises:
+            RuntimeError: the model is not prepared, or another mode is active.
+        """
+        target = self._target(model, "entering training mode")
+        with self._mode(target, _Lifecycle.TRAINING):
+            self._active = target
+            try:
+                self._apply_schedules()
+                yield self
+            finally:
+                self._active = None
+                self._settle(target)
+
+    def step(self) -> None:
+        """Count a training step and let the schedules switch palettization on.
+
+        Raises:
+            RuntimeError: outside ``training_mode``.
+        """
+        if self._lifecycle is not _Lifecycle.TRAINING:
+            raise RuntimeError("step() must be called inside a training_mode block.")
+        self._step_count += 1
+        self._apply_schedules()
+
+    def _apply_schedules(self) -> None:
+        assert self._active is not None
+        names = {id(p.simulator): p.name for p in simulator_places(self._active, _KMeansFakePalettize)}
+        for place in _places(self._active):
+            schedule = self._schedules.get(names[id(place.simulator)], self._schedules.get(place.name))
+            if schedule is not None:
+                _switch(place.simulator, schedule._compute_state(self._step_count))
+
+    def _settle(self, target: nn.Module) -> None:
+        """Switch palettization on everywhere, and bring palettes and indices up to date."""
+        places = _places(target)
+        for place in places:
+            _switch(place.simulator, True)
+        unsettled = [place for place in places if not place.simulator.is_settled]
+        if unsettled:
+            _cluster(unsettled, self._num_workers)
+
+    def finalize(
+        self,
+        model: nn.Module | None = None,
+        backend: ExportBackend | str = ExportBackend.CoreAI,
+        *args: Any,
+        mmap_dir: str | PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Return the model in the form that ``backend`` takes; see the base class for arguments and errors."""
+        if self._lifecycle is _Lifecycle.IDLE:
+            self._settle(self._target(model, "finalize()"))
+        return super().finalize(model, backend, *args, mmap_dir=mmap_dir, **kwargs)
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    return unique_simulators(model, _KMeansFakePalettize)
+
+
+def _switch(simulator: _KMeansFakePalettize, on: bool) -> None:
+    """Turn palettization on or off; what was off has trained dense, so its palettes are made anew."""
+    if on and not simulator.forward_enabled:
+        simulator.invalidate()
+    simulator.enable_fake_palett(on)
+
+
+def _cluster(places: Iterable[_Place], num_workers: int) -> None:
+    """Find palettes or indices where they are out of date."""
+    from tqdm import tqdm
+
+    places = list(places)
+    title = f"Palettizing layers (num_workers={num_workers})"
+    for place in tqdm(places, desc=title, delay=1.0, leave=False):
+        try:
+            place.simulator.settle(place.entering())
+        except Exception as error:
+            raise RuntimeError(f"Centroid calculation failed for weight {place.name!r}: {error}") from error
+
+
+@contextmanager
+def _dense_weights(places: list[_Place]) -> Iterator[None]:
+    """Let dense weights through, and switch palettization on again."""
+    for place in places:
+        place.simulator.disable_fake_palett()
+    try:
+        yield
+    finally:
+        for place in places:
+            place.simulator.enable_fake_palett()
+
+
+@contextmanager
+def _gradients_of(model: nn.Module, places: list[_Place]) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Yield the parameters that get gradients, palettized weights among them; put gradients back afterwards."""
+    originals = [place.original for place in places if place.original.is_floating_point()]
+    frozen = [original for original in originals if not original.requires_grad and original.is_leaf]
+    for original in frozen:
+        original.requires_grad_(True)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        yield parameters
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        for original in frozen:
+            original.requires_grad_(False)

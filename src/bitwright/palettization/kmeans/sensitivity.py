@@ -1,0 +1,172 @@
+"""How much the loss depends on each weight: statistics of squared gradients, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["SensitivityStatistics"]
+
+_SCALE = 100.0
+_SMALLEST = 1e-12
+_TORCH_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
+
+
+class SensitivityStatistics:
+    """Sums of squared batch gradients, an estimate of the diagonal of the Fisher information.
+
+    That is the importance of each weight in SqueezeLLM (Kim et al., arXiv 2306.07629, section 4.1). Statistics add up,
+    so data may be split over batches, runs and processes.
+
+    Attributes:
+        steps: batches seen.
+        sums: by parameter name, the sum of squared gradients, float32 in the parameter's shape.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take in the gradients of one batch."""
+        for name, gradient in gradients:
+            square = gradient.detach().float().square()
+            if name in self.sums:
+                self.sums[name] += square
+            else:
+                self.sums[name] = square
+        self.steps += 1
+
+    def merge(self, other: SensitivityStatistics) -> None:
+        """Take in what another object has seen.
+
+        Raises:
+            ValueError: a parameter has another shape there.
+        """
+        for name, total in other.sums.items():
+            own = self.sums.get(name)
+            if own is not None and own.shape != total.shape:
+                raise ValueError(f"{name!r} has shape {tuple(own.shape)} here and {tuple(total.shape)} there.")
+            self.sums[name] = total.clone() if own is None else own + total.to(own.device)
+        self.steps += other.steps
+
+    def all_reduce(self) -> None:
+        """Merge over all processes of ``torch.distributed``, if it runs."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        for name in sorted(self.sums):
+            torch.distributed.all_reduce(self.sums[name])
+
+    def sensitivities(self) -> dict[str, torch.Tensor]:
+        """Return the importance of each entry in (0, 1], by parameter name.
+
+        Raises:
+            ValueError: a gradient was not finite; names the parameters.
+        """
+        broken = [name for name, total in self.sums.items() if not bool(torch.isfinite(total).all())]
+        if broken:
+            raise ValueError(
+                f"The gradients of {', '.join(map(repr, broken))} are not finite, so they say nothing about "
+                "importance. Check the loss and the data."
+            )
+        return {name: _normalized(total) for name, total in self.sums.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Write the sums to a safetensors file, from which runs on other parts of the data can go on."""
+        from safetensors.torch import save_file
+
+        tensors = {name: total.contiguous().cpu() for name, total in self.sums.items()}
+        save_file(tensors, str(path), metadata={"steps": str(self.steps)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> SensitivityStatistics:
+        """Read what :meth:`save` wrote."""
+        from safetensors import safe_open
+
+        statistics = cls()
+        with safe_open(str(path), framework="pt") as file:
+            statistics.steps = int((file.metadata() or {}).get("steps", 0))
+            statistics.sums = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return statistics
+
+
+def _normalized(total: torch.Tensor) -> torch.Tensor:
+    """Divide by the largest; zeros become the smallest that is not zero."""
+    scaled = total * _SCALE
+    peak = scaled.max()
+    if float(peak) == 0.0:
+        return torch.ones_like(total)
+    scaled = scaled / peak
+    least = torch.where(scaled > 0, scaled, torch.inf).min()
+    return torch.where(scaled > 0, scaled, least).clamp_min(_SMALLEST)
+
+
+class CalibrationHelper:
+    """What ``KMeansPalettizer.calibration_mode`` hands out.
+
+    Attributes:
+        statistics: what was seen so far.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> None:
+        self.statistics = SensitivityStatistics()
+        self._parameters = parameters
+        self._loss_fn = loss_fn
+
+    def step(self, output: Any, target: Any) -> torch.Tensor:
+        """Take in one batch and return its loss.
+
+        Args:
+            output: what the model made of the batch, with gradients.
+            target: what the loss compares it with.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        loss = self._loss_fn(output, target)
+        (loss if loss.ndim == 0 else loss.sum()).backward()  # type: ignore[no-untyped-call]
+        self.statistics.add(
+            (name, parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
+        )
+        return loss.detach()
+
+
+def save_sensitivities(sensitivities: Mapping[str, torch.Tensor], path: str | Path) -> None:
+    """Write sensitivities by parameter name: as safetensors, or for ``.pt`` and the like by ``torch.save``."""
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in sensitivities.items()}
+    if Path(path).suffix in _TORCH_SUFFIXES:
+        torch.save(tensors, path)
+        return
+    from safetensors.torch import save_file
+
+    save_file(tensors, str(path))
+
+
+def load_sensitivities(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read sensitivities from safetensors or from what ``torch.save`` wrote (tensors only, no code is run).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file holds anything but tensors by name.
+    """
+    if Path(path).suffix not in _TORCH_SUFFIXES:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return dict(load_file(str(path)))
+        except SafetensorError as error:
+            if not _is_torch_file(path):
+                raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
+    loaded = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(loaded, dict) or not all(isinstance(entry, torch.Tensor) for entry in loaded.values()):
+        raise ValueError(f"{str(path)!r} does not hold sensitivities: expected tensors by parameter name.")
+    return loaded
+
+
+def _is_torch_file(path: str | Path) -> bool:
+    """A file of ``torch.save`` is a zip archive."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
