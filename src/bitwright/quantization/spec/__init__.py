@@ -12,8 +12,12 @@ from .granularity import (
     QuantizationGranularity,
     resolve_block_sizes,
 )
+from .learned import LearnedQParamsCalculatorBase, LSQPlusQParamsCalculator, LSQQParamsCalculator, PACTQParamsCalculator
+from .learned_fake_quantize import LearnedFakeQuantizeBase, LSQFakeQuantize, LSQPlusFakeQuantize, PACTFakeQuantize
+from .observers import HistogramRangeCalculator, MSERangeCalculator, PercentileRangeCalculator
 from .qformulation import QuantizationFormulation
 from .qparams_calculator import (
+    AccumulatedQParamsCalculator,
     DynamicQParamsCalculator,
     GlobalMinMaxQParamsCalculator,
     MovingAverageQParamsCalculator,
@@ -28,6 +32,18 @@ from .range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
 from .spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 
 __all__ = [
+    "AccumulatedQParamsCalculator",
+    "HistogramRangeCalculator",
+    "LSQFakeQuantize",
+    "LSQPlusFakeQuantize",
+    "LSQPlusQParamsCalculator",
+    "LSQQParamsCalculator",
+    "LearnedFakeQuantizeBase",
+    "LearnedQParamsCalculatorBase",
+    "MSERangeCalculator",
+    "PACTFakeQuantize",
+    "PACTQParamsCalculator",
+    "PercentileRangeCalculator",
     "DynamicQParamsCalculator",
     "FakeQuantizeImplBase",
     "GlobalMinMaxQParamsCalculator",

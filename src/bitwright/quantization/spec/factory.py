@@ -8,7 +8,9 @@ from bitwright._utils.spec_utils import PartialConstructor
 from bitwright.config.spec import CompressionComponentFactoryBase, CompressionTargetTensor
 
 from .fake_quantize import FakeQuantizeImplBase
+from .learned import LearnedQParamsCalculatorBase
 from .qparams_calculator import (
+    AccumulatedQParamsCalculator,
     DynamicQParamsCalculator,
     MovingAverageQParamsCalculator,
     QParamsCalculatorBase,
@@ -39,6 +41,7 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
         calculator: RangeCalculatorBase = spec.range_calculator_cls(
             granularity=spec.granularity,
             quantization_target=CompressionTargetTensor(quantization_target),
+            **({"spec": spec} if spec.range_calculator_cls.needs_spec else {}),
             **spec.get_extra_args(),
         )
         return calculator
@@ -54,6 +57,9 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
         """
         target = CompressionTargetTensor(quantization_target)
         calculator_cls = _resolve_calculator(spec.qparam_calculator_cls, target)
+        by_default = spec.qparam_calculator_cls is _DefaultQParamsCalculator
+        if by_default and target == CompressionTargetTensor.ACTIVATION and spec.range_calculator_cls.accumulates:
+            calculator_cls = AccumulatedQParamsCalculator
         optional = {} if spec.averaging_constant is None else {"averaging_constant": spec.averaging_constant}
         calculator: QParamsCalculatorBase = calculator_cls(
             dtype=spec.dtype,
@@ -86,7 +92,7 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
     ) -> PartialConstructor[FakeQuantizeImplBase]:
         """Return a constructor of fake quantizers, each of which gets calculators of its own."""
         target = CompressionTargetTensor(quantization_target)
-        constructor: PartialConstructor[FakeQuantizeImplBase] = spec.fake_quantize_cls.with_args(
+        constructor: PartialConstructor[FakeQuantizeImplBase] = _resolve_fake_quantizer(spec).with_args(
             dtype=spec.dtype,
             qformulation=spec.qformulation,
             granularity=spec.granularity,
@@ -157,3 +163,12 @@ def _resolve_calculator(
     if target == CompressionTargetTensor.ACTIVATION:
         return MovingAverageQParamsCalculator
     return StaticQParamsCalculator
+
+
+def _resolve_fake_quantizer(spec: QuantizationSpec) -> type[FakeQuantizeImplBase]:
+    """Return the class that trains a learned calculator where the spec leaves the choice open."""
+    calculator_cls, chosen = spec.qparam_calculator_cls, spec.fake_quantize_cls
+    if issubclass(calculator_cls, LearnedQParamsCalculatorBase) and FakeQuantizeImplBase.get_key(chosen) == "default":
+        chosen = FakeQuantizeImplBase.get_class(calculator_cls.fake_quantize_key)
+    found: type[FakeQuantizeImplBase] = chosen
+    return found

@@ -15,6 +15,7 @@ from .qscheme import QuantizationScheme
 from .range_calculator import RangeCalculatorBase
 
 __all__ = [
+    "AccumulatedQParamsCalculator",
     "DynamicQParamsCalculator",
     "GlobalMinMaxQParamsCalculator",
     "MovingAverageQParamsCalculator",
@@ -46,6 +47,25 @@ class _DefaultQParamsCalculator(QParamsCalculatorBase):
 @QParamsCalculatorBase.register("static")
 class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
     """The range of the latest tensor, nothing before it. For weights."""
+
+
+@QParamsCalculatorBase.register("accumulated")
+class AccumulatedQParamsCalculator(StatefulQParamsCalculatorBase):
+    """The range of all tensors seen, kept by a range calculator that accumulates. Merging two of them is exact."""
+
+    def reset_statistics(self) -> None:
+        """Start anew with the next tensor; until then the parameters stay as they are."""
+        calculator: Any = self.range_calculator
+        if calculator.accumulates:
+            calculator.reset()
+
+    def _merge_statistics(self, other: Any) -> None:
+        calculator: Any = self.range_calculator
+        if not calculator.accumulates:
+            super()._merge_statistics(other)
+        calculator.merge(other.range_calculator)
+        low, high = calculator.current_range()
+        self._store(self._compute_scale_zero_point_minval(low, low.clamp(max=0), high.clamp(min=0)))
 
 
 @QParamsCalculatorBase.register("dynamic")

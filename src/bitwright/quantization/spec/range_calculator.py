@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,14 @@ class RangeCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
         granularity: how the tensor divides into blocks.
         quantization_target: what the tensor is; weights and activations divide into blocks differently.
         **kwargs: the fields that a subclass of ``QuantizationSpec`` adds; ignored here.
+
+    Attributes:
+        needs_spec: whether the constructor takes the whole spec, as ``spec``.
+        accumulates: whether the range is that of all activations seen so far, not of the latest one.
     """
+
+    needs_spec: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -1,0 +1,278 @@
+"""Calculators whose parameters are learned by gradient descent: LSQ, LSQ+ and PACT."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from bitwright.kernels.grid import block_view_shape
+
+from ._calculator_base import QParams, QParamsCalculatorBase
+from ._calculator_state import StatefulQParamsCalculatorBase
+from .qscheme import QuantizationScheme
+from .range_calculator import MinMaxRangeCalculator
+
+__all__ = [
+    "LSQPlusQParamsCalculator",
+    "LSQQParamsCalculator",
+    "LearnedQParamsCalculatorBase",
+    "PACTQParamsCalculator",
+]
+
+_SMALLEST = torch.finfo(torch.float32).eps
+
+
+class _Statistics:
+    """What the initial values are made from: a monoid over tensors."""
+
+    __slots__ = ("abs_sum", "count", "high", "low")
+
+    def __init__(self, low: torch.Tensor, high: torch.Tensor, abs_sum: torch.Tensor, count: float) -> None:
+        self.low, self.high, self.abs_sum, self.count = low, high, abs_sum, count
+
+    def merged(self, other: _Statistics, latest_range: bool = False) -> _Statistics:
+        low = other.low if latest_range else torch.minimum(self.low, other.low.to(self.low))
+        high = other.high if latest_range else torch.maximum(self.high, other.high.to(self.high))
+        return _Statistics(low, high, self.abs_sum + other.abs_sum.to(self.abs_sum), self.count + other.count)
+
+
+class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
+    """A calculator whose ``_LEARNED`` tensors are parameters that optimizers see as soon as ``prepare`` is done.
+
+    Observation only finds the initial values: on the first tensor, on the first one after ``reset_statistics``, and on
+    every tensor in eval mode with the observer on, that is during calibration. A parameter stays the same object.
+
+    Raises:
+        ValueError: the dtype is a float format.
+    """
+
+    _LEARNED: ClassVar[tuple[str, ...]] = ("scale",)
+
+    #: Registry key of the fake quantizer that trains the parameters; the factory takes it in place of ``"default"``.
+    fake_quantize_key: ClassVar[str] = "lsq"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.dtype.is_floating_point:
+            raise ValueError(
+                f"{type(self).__name__} learns the step of an integer grid; got dtype={self.dtype}. Use an integer dtype."
+            )
+        self._buffers["minval"] = None
+        for name in self._LEARNED:
+            self._buffers.pop(name, None)
+            with torch.inference_mode(False):
+                self.register_parameter(name, nn.Parameter(torch.empty(0)))
+        self._statistics: _Statistics | None = None
+        self._restart = True
+        self._derived: tuple[Any, QParams] | None = None
+
+    @abstractmethod
+    def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the learned parameters, and ``zero_point`` where it is a constant, for a range.
+
+        Args:
+            low: smallest value of each block, at most 0, float32.
+            high: largest value of each block, at least 0, float32.
+            mean_abs: mean absolute value of each block, float32.
+        """
+
+    @abstractmethod
+    def _derive(self) -> QParams:
+        """Return ``(scale, zero_point, minval)`` of the learned parameters."""
+
+    def forward(self, tensor: torch.Tensor) -> QParams:
+        """Find initial values where they are due, and return the present ``(scale, zero_point, minval)``."""
+        self._resolve_axis(tensor.ndim)
+        settled = self._initialized and self.training and not self._restart
+        if self._export_mode or settled:
+            return self.get_qparams()
+        if not self._initialized:
+            self._compute_dtype_for_export = tensor.dtype
+        new = self._measure(tensor)
+        known = self._statistics
+        if known is not None and known.low.shape != new.low.shape:
+            known = None
+        accumulates = not isinstance(self.range_calculator, MinMaxRangeCalculator)
+        weight = self.quantization_target.value == "weight"
+        self._statistics = new if known is None or weight else known.merged(new, latest_range=accumulates)
+        self._start_from(self._statistics)
+        return self.get_qparams()
+
+    def _measure(self, tensor: torch.Tensor) -> _Statistics:
+        low, high = self._get_min_and_max_val(tensor)
+        block_size = self.granularity.get_block_size(tensor.shape, self.quantization_target)
+        view, inner, _, counts = block_view_shape(tuple(tensor.shape), block_size)
+        sizes = tensor.detach().to(torch.float32).abs().reshape(view)
+        total = sizes.sum(inner, dtype=torch.float64) if inner else sizes.to(torch.float64)
+        return _Statistics(low.float(), high.float(), total.reshape(counts), tensor.numel() / max(1, total.numel()))
+
+    def _start_from(self, statistics: _Statistics) -> None:
+        mean_abs = (statistics.abs_sum / max(statistics.count, 1.0)).float()
+        values = self._initial_values(statistics.low, statistics.high, mean_abs)
+        for name, value in values.items():
+            if name in self._LEARNED:
+                self._set_learned(name, value)
+            else:
+                self._store_buffer(name, value)
+        self._initialized, self._restart = True, False
+
+    def _set_learned(self, name: str, value: torch.Tensor) -> None:
+        parameter: Any = self._parameters[name]
+        with torch.no_grad():
+            if parameter.shape != value.shape or parameter.device != value.device:
+                parameter.data = value.to(torch.float32).clone()
+                torch.autograd.graph.increment_version(parameter)
+            else:
+                parameter.copy_(value)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no tensor can change the parameters any more."""
+        return self._export_mode
+
+    def get_qparams(self) -> QParams:
+        """Return the present ``(scale, zero_point, minval)``, detached; the same tensors while nothing changes."""
+        if torch.compiler.is_compiling():
+            return self._derive()
+        learned: tuple[Any, ...] = tuple(self._parameters[name] for name in self._LEARNED)
+        key = [(id(p), p.data_ptr() if type(p) is nn.Parameter else 0, p._version) for p in learned]
+        if self._derived is None or self._derived[0] != key:
+            with torch.no_grad():
+                self._derived = key, self._derive()
+        return self._derived[1]
+
+    def set_export_mode(self, enabled: bool = True) -> None:
+        """Freeze the learned parameters, for the optimizer too, or let them be learned again."""
+        super().set_export_mode(enabled)
+        for name in self._LEARNED:
+            parameter: Any = self._parameters[name]
+            parameter.requires_grad_(not enabled)
+
+    def reset_statistics(self) -> None:
+        """Find the initial values anew with the next tensor."""
+        self._statistics, self._restart = None, True
+
+    def _merge_statistics(self, other: Any) -> None:
+        if other._statistics is None:
+            return
+        self._statistics = other._statistics if self._statistics is None else self._statistics.merged(other._statistics)
+        self._start_from(self._statistics)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        return {**state, "_derived": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}
+        values = {name: parameter.data for name, parameter in before.items()}
+        super()._apply(fn, recurse)
+        for name, value in values.items():
+            parameter: Any = self._parameters[name]
+            if parameter.dtype != value.dtype:
+                parameter.data = value.to(parameter.device)
+        self._derived = None
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in self._LEARNED:
+            loaded, parameter = state_dict.get(prefix + name), self._parameters[name]
+            if isinstance(loaded, torch.Tensor) and parameter is not None and loaded.shape != parameter.shape:
+                parameter.data = torch.empty(loaded.shape, dtype=parameter.dtype, device=parameter.device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._derived = None
+        if self._initialized:
+            self._restart = False
+
+    def _step(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the step that is computed with: an optimizer may overshoot zero."""
+        return scale.to(torch.float32).clamp(min=_SMALLEST)
+
+    def extra_repr(self) -> str:
+        """Return the learned parameters as text."""
+        return ", ".join(f"{name}={self._parameters[name]}" for name in self._LEARNED)
+
+
+@QParamsCalculatorBase.register("lsq")
+class LSQQParamsCalculator(LearnedQParamsCalculatorBase):
+    """Learned step size (LSQ, arXiv 1902.08153): ``v' = round(clip(v / s, -Qn, Qp)) * s`` with a learned ``s``.
+
+    The step begins at ``2 * mean|v| / sqrt(Qp)`` (section 2.1 there), or with the range of the spec's range calculator
+    where that is not ``minmax``. The zero point is that of the scheme and is not learned.
+    """
+
+    def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
+        step, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
+        assert zero_point is not None
+        if isinstance(self.range_calculator, MinMaxRangeCalculator):
+            largest = (self.quant_max - zero_point).clamp(min=1).to(torch.float32)
+            step = 2 * mean_abs / largest.sqrt()
+        return {"scale": self._step(step), "zero_point": zero_point}
+
+    def _derive(self) -> QParams:
+        scale = self._step(self.scale)
+        assert self.zero_point is not None
+        return scale, self.zero_point, (self.quant_min - self.zero_point) * scale
+
+
+@QParamsCalculatorBase.register("lsq_plus")
+class LSQPlusQParamsCalculator(LearnedQParamsCalculatorBase):
+    """Learned step and offset (LSQ+, arXiv 2004.09576): ``v' = round(clip((v - b) / s, n, p)) * s + b``.
+
+    With the formulation ``minval`` the offset ``b`` is used as it is; with ``zp`` it is rounded to the nearest integer
+    zero point. Weights of a symmetric scheme begin at ``s = max(|mean - 3 sigma|, |mean + 3 sigma|) / 2**(bits - 1)``
+    in the paper; here everything begins with the range that the spec's range calculator finds, which ``mse`` makes the
+    paper's choice for activations.
+    """
+
+    _LEARNED = ("scale", "offset")
+    fake_quantize_key = "lsq_plus"
+
+    offset: torch.Tensor
+
+    def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
+        assert zero_point is not None
+        if self.qscheme == QuantizationScheme.ASYMMETRIC:
+            offset = low - self.quant_min * scale
+        else:
+            offset = -zero_point * scale
+        return {"scale": scale, "offset": offset, "zero_point": zero_point}
+
+    def _derive(self) -> QParams:
+        scale = self._step(self.scale)
+        zero_point = torch.clamp(torch.round(-self.offset / scale), self.quant_min, self.quant_max).to(torch.int32)
+        return scale, zero_point, self.offset.to(torch.float32) + self.quant_min * scale
+
+
+@QParamsCalculatorBase.register("pact")
+class PACTQParamsCalculator(LearnedQParamsCalculatorBase):
+    """Learned clipping of activations (PACT, arXiv 1805.06085): ``clip(v, 0, alpha)``, then ``2**bits`` even levels.
+
+    ``alpha`` begins at the largest value that the spec's range calculator finds. The paper adds a penalty on
+    ``alpha**2``: give ``alpha`` weight decay in the optimizer.
+    """
+
+    _LEARNED = ("alpha",)
+    fake_quantize_key = "pact"
+
+    alpha: torch.Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._buffers.pop("scale", None)
+
+    @property
+    def scale(self) -> torch.Tensor:  # type: ignore[override]
+        """``alpha / (quant_max - quant_min)``, one entry per block, float32."""
+        return self._step(self.alpha / float(self.quant_max - self.quant_min)).detach()
+
+    def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"alpha": high.clamp(min=_SMALLEST), "zero_point": torch.full_like(high, self.quant_min).to(torch.int32)}
+
+    def _derive(self) -> QParams:
+        scale = self._step(self.alpha / float(self.quant_max - self.quant_min))
+        return scale, self.zero_point, torch.zeros_like(scale)

@@ -1,0 +1,273 @@
+"""Fake quantizers with a gradient for their own parameters: LSQ, LSQ+ and PACT, by the formulas of the papers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from bitwright import kernels
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.kernels import Grid
+from bitwright.kernels.grid import block_view_shape
+
+from .fake_quantize import FakeQuantizeImplBase, _DefaultFakeQuantizeImpl
+from .learned import (
+    LearnedQParamsCalculatorBase,
+    LSQPlusQParamsCalculator,
+    LSQQParamsCalculator,
+    PACTQParamsCalculator,
+)
+from .qparams_calculator import QParamsCalculatorBase
+
+__all__ = ["LSQFakeQuantize", "LSQPlusFakeQuantize", "LearnedFakeQuantizeBase", "PACTFakeQuantize"]
+
+_Block = tuple[int, ...]
+
+
+class _Blocks:
+    """Reductions and broadcasts between a tensor and one number per block."""
+
+    def __init__(self, shape: _Block, block_size: _Block) -> None:
+        self.view, self.inner, self.wide, _ = block_view_shape(shape, block_size)
+
+    def spread(self, per_block: torch.Tensor) -> torch.Tensor:
+        return per_block.reshape(self.wide if per_block.numel() > 1 else (1,) * len(self.wide))
+
+    def total(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        summed = values.sum(self.inner) if self.inner else values
+        return summed.reshape(like.shape)
+
+
+class _LearnedStep(torch.autograd.Function):
+    """Fake quantization with gradients for step ``s`` and offset ``b``.
+
+    Inside the range ``dv'/dv = 1``, ``dv'/ds = (v' - v) / s``, ``dv'/db = 0``; outside ``dv'/dv = 0``,
+    ``dv'/ds = n`` or ``p``, ``dv'/db = 1`` (LSQ eq. 3, LSQ+ eq. 4 and 6). Gradients of ``s`` and ``b`` are multiplied
+    by ``gradient_scale``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        learned_scale: torch.Tensor,
+        learned_offset: torch.Tensor | None,
+        step: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        origin: torch.Tensor | None,
+        lowest: torch.Tensor,
+        highest: torch.Tensor,
+        block_size: _Block,
+        grid: Grid,
+        gradient_scale: float,
+    ) -> torch.Tensor:
+        y = kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
+        # A half-precision result has lost the digits that the gradient of the step consists of.
+        exact = y if x.dtype == torch.float32 else kernels.fake_quantize(
+            x.detach().float(), step, zero_point, minval, block_size=block_size, grid=grid
+        )  # fmt: skip
+        ctx.save_for_backward(x, exact, step, origin, lowest, highest, learned_scale, learned_offset)
+        ctx.block_size, ctx.gradient_scale = block_size, gradient_scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, y, step, origin, lowest, highest, learned_scale, learned_offset = ctx.saved_tensors
+        blocks = _Blocks(tuple(x.shape), ctx.block_size)
+        values, gradient = x.to(torch.float32).reshape(blocks.view), grad.to(torch.float32).reshape(blocks.view)
+        inside = (values > blocks.spread(lowest)) & (values < blocks.spread(highest))
+        grad_x = grad_scale = grad_offset = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad * inside.reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            zero = values.new_zeros(())
+            outside_at = zero if origin is None else blocks.spread(origin)
+            moved = y.reshape(blocks.view) - torch.where(inside, values, outside_at)
+            total = blocks.total(gradient * moved, learned_scale)
+            grad_scale = total / step.reshape(learned_scale.shape) * ctx.gradient_scale
+        if learned_offset is not None and ctx.needs_input_grad[2]:
+            grad_offset = blocks.total(gradient * ~inside, learned_offset) * ctx.gradient_scale
+        return grad_x, grad_scale, grad_offset, *(None,) * 9
+
+
+class _LearnedClip(torch.autograd.Function):
+    """PACT: ``dv'/dv = 1`` where ``0 <= v < alpha``, ``dv'/dalpha = 1`` where ``v >= alpha``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        alpha: torch.Tensor,
+        step: torch.Tensor,
+        zero_point: torch.Tensor,
+        minval: torch.Tensor,
+        block_size: _Block,
+        grid: Grid,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, alpha)
+        ctx.block_size = block_size
+        return kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, alpha = ctx.saved_tensors
+        blocks = _Blocks(tuple(x.shape), ctx.block_size)
+        values = x.to(torch.float32).reshape(blocks.view)
+        above = values >= blocks.spread(alpha)
+        grad_x = grad * ((values >= 0) & ~above).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        grad_alpha = None
+        if ctx.needs_input_grad[1]:
+            grad_alpha = blocks.total(grad.to(torch.float32).reshape(blocks.view) * above, alpha)
+        return grad_x, grad_alpha, *(None,) * 5
+
+
+class LearnedFakeQuantizeBase(_DefaultFakeQuantizeImpl):
+    """Base of fake quantizers that train their calculator's parameters.
+
+    A calculator of another kind, such as a spec's default, is replaced by one of the class ``calculator_cls`` with the
+    same settings and range calculator, so that naming the fake quantizer in a spec is enough.
+    """
+
+    calculator_cls: ClassVar[type[LearnedQParamsCalculatorBase]]
+
+    def __init__(self, *, qparams_calculator: QParamsCalculatorBase, **kwargs: Any) -> None:
+        if not isinstance(qparams_calculator, self.calculator_cls):
+            given = qparams_calculator
+            qparams_calculator = self.calculator_cls(
+                dtype=given.dtype,
+                qscheme=given.qscheme,
+                granularity=given.granularity,
+                target_dtype=given.target_dtype,
+                quant_min=given.quant_min,
+                quant_max=given.quant_max,
+                range_calculator=given.range_calculator,
+                float_range=given.float_range,
+                scale_dtype=given.scale_dtype,
+            )
+        super().__init__(qparams_calculator=qparams_calculator, **kwargs)
+
+    def _is_fused(self) -> bool:
+        return False
+
+    def _fake_quantize(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if not self._learns(tensor):
+            return self._fused_fake_quant_dequant(tensor, scale, zero_point, minval)
+        return self._learn(tensor, scale, zero_point, minval, self._block_size(tensor.shape))
+
+    def _learns(self, tensor: torch.Tensor) -> bool:
+        calculator: Any = self.qparams_calculator
+        return torch.is_grad_enabled() and (
+            tensor.requires_grad or any(p.requires_grad for p in calculator._parameters.values())
+        )
+
+    def _learn(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        block_size: _Block,
+    ) -> torch.Tensor:
+        """Fake-quantize with gradients for the learned parameters."""
+        raise NotImplementedError
+
+    def _gradient_scale(self, tensor: torch.Tensor, scale: torch.Tensor) -> float:
+        """Return ``1 / sqrt(N * Qp)`` (LSQ section 2.2): N weights, or features of one sample, share a step."""
+        shared = tensor.numel() / max(1, scale.numel())
+        if self.quantization_target == CompressionTargetTensor.ACTIVATION and tensor.ndim > 1:
+            shared = shared / tensor.shape[0] if tensor.shape[0] else shared
+        largest = max(abs(self.quant_max), 1)
+        return 1.0 / math.sqrt(max(shared, 1.0) * largest)
+
+
+@FakeQuantizeImplBase.register("lsq")
+class LSQFakeQuantize(LearnedFakeQuantizeBase):
+    """Learned step size quantization, arXiv 1902.08153."""
+
+    calculator_cls = LSQQParamsCalculator
+
+    def _learn(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        block_size: _Block,
+    ) -> torch.Tensor:
+        calculator: Any = self.qparams_calculator
+        assert zero_point is not None
+        y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
+            tensor, calculator.scale, None, scale, zero_point, minval, None,
+            (self.quant_min - zero_point) * scale, (self.quant_max - zero_point) * scale,
+            block_size, self._current_grid(), self._gradient_scale(tensor, scale),
+        )  # fmt: skip
+        return y
+
+
+@FakeQuantizeImplBase.register("lsq_plus")
+class LSQPlusFakeQuantize(LearnedFakeQuantizeBase):
+    """Learned step and offset, arXiv 2004.09576."""
+
+    calculator_cls = LSQPlusQParamsCalculator
+
+    def _learn(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        block_size: _Block,
+    ) -> torch.Tensor:
+        calculator: Any = self.qparams_calculator
+        assert zero_point is not None
+        assert minval is not None
+        exact = self._current_grid().formulation == "minval"
+        origin = minval - self.quant_min * scale if exact else -zero_point * scale
+        y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
+            tensor, calculator.scale, calculator.offset, scale, zero_point, minval, origin,
+            self.quant_min * scale + origin, self.quant_max * scale + origin,
+            block_size, self._current_grid(), self._gradient_scale(tensor, scale),
+        )  # fmt: skip
+        return y
+
+
+@FakeQuantizeImplBase.register("pact")
+class PACTFakeQuantize(LearnedFakeQuantizeBase):
+    """Learned clipping of activations that are not negative, arXiv 1805.06085.
+
+    Raises:
+        ValueError: the tensor is a weight.
+    """
+
+    calculator_cls = PACTQParamsCalculator
+
+    def __init__(self, *, qparams_calculator: QParamsCalculatorBase, **kwargs: Any) -> None:
+        if qparams_calculator.quantization_target != CompressionTargetTensor.ACTIVATION:
+            raise ValueError(
+                "fake_quantize_cls 'pact' clips at zero, which is for activations behind a ReLU; the tensor is a "
+                f"{qparams_calculator.quantization_target.value}. Use 'lsq' for weights."
+            )
+        super().__init__(qparams_calculator=qparams_calculator, **kwargs)
+
+    def _learn(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        minval: torch.Tensor | None,
+        block_size: _Block,
+    ) -> torch.Tensor:
+        calculator: Any = self.qparams_calculator
+        y: torch.Tensor = _LearnedClip.apply(  # type: ignore[no-untyped-call]
+            tensor, calculator.alpha, scale, zero_point, minval, block_size, self._current_grid()
+        )
+        return y
