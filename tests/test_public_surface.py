@@ -1,0 +1,64 @@
+"""The public surface: what coreai-opt 0.3 documents is there, and every public name is documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import bitwright
+
+PEER_NAMES = {
+    "bitwright": "CoreMLExportError DependencyVersionWarning ExportBackend TorchaoTorchIncompatibilityWarning "
+    "UntestedTorchVersionWarning __version__",
+    "bitwright.common": "CompressionType CoreMLExportError ExportBackend",
+    "bitwright.config": "CompressionConfig CompressionSpec CompressionType ModuleCompressionConfig "
+    "OpCompressionConfig WeightOnlyModuleValidationMixin WeightOnlyOpValidationMixin",
+    "bitwright.config.spec": "CompressionComponentFactoryBase CompressionSimulatorBase CompressionSpec "
+    "CompressionTargetTensor CompressionType",
+    "bitwright.quantization": "ExecutionMode InvalidExecutionModeError ModuleQuantizerConfig QuantizationSpec Quantizer "
+    "QuantizerConfig",
+    "bitwright.quantization.config": "ExecutionMode InvalidExecutionModeError KVCacheQuantConfig ModuleQuantizerConfig "
+    "OpQuantizerConfig QATSchedule QuantizerConfig",
+    "bitwright.quantization.spec": "DynamicQParamsCalculator GlobalMinMaxQParamsCalculator MinMaxRangeCalculator "
+    "MovingAverageQParamsCalculator PerBlockGranularity PerChannelGranularity PerTensorGranularity QParamsCalculatorBase "
+    "QuantizationComponentFactory QuantizationFormulation QuantizationGranularity QuantizationScheme QuantizationSpec "
+    "RangeCalculatorBase RunningRangeMixin StatefulQParamsCalculatorBase StatelessQParamsCalculatorBase "
+    "StaticQParamsCalculator default_activation_quantization_spec default_weight_quantization_spec fp4_forward "
+    "resolve_block_sizes",
+}
+
+
+def public_modules() -> list[str]:
+    found = ["bitwright"]
+    for info in pkgutil.walk_packages(bitwright.__path__, "bitwright."):
+        if not any(part.startswith("_") for part in info.name.split(".")):
+            found.append(info.name)
+    return found
+
+
+@pytest.mark.parametrize("module", PEER_NAMES)
+def test_names_of_the_peer_are_there(module):
+    """Code that imports a documented name of coreai-opt imports it here."""
+    names = PEER_NAMES[module].split()
+    namespace = importlib.import_module(module)
+    assert [name for name in names if not hasattr(namespace, name)] == []
+    if module != "bitwright.quantization.spec":
+        assert set(names) <= set(namespace.__all__)
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_public_names_exist_and_are_documented(module):
+    """Each public module has a docstring and an ``__all__`` whose names exist and have docstrings."""
+    try:
+        namespace = importlib.import_module(module)
+    except ImportError as error:
+        assert "bitwright[" in str(error), f"{module}: the error must name the extra"
+        return
+    assert namespace.__doc__
+    for name in getattr(namespace, "__all__", []):
+        value = getattr(namespace, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{module}.{name} has no docstring"
