@@ -17,6 +17,7 @@ from .choosing import choose_part, finish, observe_rows
 from .lanes import LANES
 from .layout import Layout, layout_of
 from .mapping import CODES, FAKE, VALUES, map_part, mask_part
+from .memory import empty_like
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import HIGHEST, LOWEST, accumulate, extremes
 from .threads import part_count, run_parts, thread_count
@@ -112,7 +113,7 @@ def _mask_length(layout: Layout) -> int:
 
 def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Multiply a gradient that lies in the mask's order of memory."""
-    out = torch.empty_like(gradient)
+    out = empty_like(gradient)
     arguments = (
         gradient.data_ptr(), words.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout),
         layout.words,
@@ -165,7 +166,7 @@ def fake_quantize(
     given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = torch.empty_like(dense)
+        y = empty_like(dense)
         _map(FAKE, dense, y, mask, given)
         return y
 
@@ -187,7 +188,7 @@ def quantize(
     """``reference.quantize``, without gradient."""
     dense, order = _dense(x)
     given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
-    codes = torch.empty_like(dense, dtype=torch.float32)
+    codes = empty_like(dense, dtype=torch.float32)
     _map(CODES, dense, codes, None, given)
     return codes
 
@@ -205,7 +206,7 @@ def dequantize(
     """``reference.dequantize``, without gradient."""
     dense, order = _dense(codes.to(torch.float32))
     given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
-    values = torch.empty_like(dense, dtype=output_dtype)
+    values = empty_like(dense, dtype=output_dtype)
     _map(VALUES, dense, values, None, given)
     return values
 
@@ -328,7 +329,7 @@ def observe_and_fake_quantize(
 def _observe(
     x: torch.Tensor, mask: torch.Tensor | None, layout: Layout, grid: NativeGrid, scheme: int, made: Parameters
 ) -> torch.Tensor:
-    y = torch.empty_like(x)
+    y = empty_like(x)
     scale, zero_point, minval = made
     dtype = DTYPES[x.dtype]
     outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
@@ -380,7 +381,7 @@ def observe_running_and_fake_quantize(
         return x
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = torch.empty_like(dense)
+        y = empty_like(dense)
         _map(FAKE, dense, y, mask, _used(made, layout, native))
         return y
 
