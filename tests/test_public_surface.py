@@ -18,13 +18,13 @@ PEER_NAMES = {
     "OpCompressionConfig WeightOnlyModuleValidationMixin WeightOnlyOpValidationMixin",
     "bitwright.config.spec": "CompressionComponentFactoryBase CompressionSimulatorBase CompressionSpec "
     "CompressionTargetTensor CompressionType",
-    "bitwright.quantization": "ExecutionMode InvalidExecutionModeError ModuleQuantizerConfig QuantizationSpec Quantizer "
-    "QuantizerConfig",
+    "bitwright.quantization": "ExecutionMode InvalidExecutionModeError ModuleQuantizerConfig QuantizationSpec "
+    "Quantizer QuantizerConfig",
     "bitwright.quantization.config": "ExecutionMode InvalidExecutionModeError KVCacheQuantConfig ModuleQuantizerConfig "
     "OpQuantizerConfig QATSchedule QuantizerConfig",
     "bitwright.quantization.spec": "DynamicQParamsCalculator GlobalMinMaxQParamsCalculator MinMaxRangeCalculator "
-    "MovingAverageQParamsCalculator PerBlockGranularity PerChannelGranularity PerTensorGranularity QParamsCalculatorBase "
-    "QuantizationComponentFactory QuantizationFormulation QuantizationGranularity QuantizationScheme QuantizationSpec "
+    "MovingAverageQParamsCalculator PerBlockGranularity PerChannelGranularity PerTensorGranularity "
+    "QParamsCalculatorBase QuantizationComponentFactory QuantizationFormulation QuantizationGranularity QuantizationScheme QuantizationSpec "
     "RangeCalculatorBase RunningRangeMixin StatefulQParamsCalculatorBase StatelessQParamsCalculatorBase "
     "StaticQParamsCalculator default_activation_quantization_spec default_weight_quantization_spec fp4_forward "
     "resolve_block_sizes",
@@ -55,8 +55,9 @@ def test_public_names_exist_and_are_documented(module):
     try:
         namespace = importlib.import_module(module)
     except ImportError as error:
-        assert "bitwright[" in str(error), f"{module}: the error must name the extra"
-        return
+        if "bitwright[" not in str(error):
+            raise
+        pytest.skip("needs an extra, which its error names")
     assert namespace.__doc__
     for name in getattr(namespace, "__all__", []):
         value = getattr(namespace, name)
