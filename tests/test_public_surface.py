@@ -24,7 +24,8 @@ PEER_NAMES = {
     "OpQuantizerConfig QATSchedule QuantizerConfig",
     "bitwright.quantization.spec": "DynamicQParamsCalculator GlobalMinMaxQParamsCalculator MinMaxRangeCalculator "
     "MovingAverageQParamsCalculator PerBlockGranularity PerChannelGranularity PerTensorGranularity "
-    "QParamsCalculatorBase QuantizationComponentFactory QuantizationFormulation QuantizationGranularity QuantizationScheme QuantizationSpec "
+    "QParamsCalculatorBase QuantizationComponentFactory QuantizationFormulation QuantizationGranularity "
+    "QuantizationScheme QuantizationSpec "
     "RangeCalculatorBase RunningRangeMixin StatefulQParamsCalculatorBase StatelessQParamsCalculatorBase "
     "StaticQParamsCalculator default_activation_quantization_spec default_weight_quantization_spec fp4_forward "
     "resolve_block_sizes",
