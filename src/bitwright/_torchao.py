@@ -10,7 +10,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["fake_quantize_base", "mapping_type", "register_fake_quantize"]
+__all__ = [
+    "fake_quantize_base",
+    "granularity",
+    "mapping_type",
+    "qat_config_class",
+    "register_fake_quantize",
+    "zero_point_domain",
+]
 
 _FAKE_QUANTIZE_MODULE = "torchao.quantization.pt2e.fake_quantize"
 
@@ -20,6 +27,32 @@ def mapping_type(name: str) -> Any:
     from torchao.quantization import MappingType
 
     return MappingType[name]
+
+
+def zero_point_domain(name: str) -> Any:
+    """Return the member of torchao's ``ZeroPointDomain`` with this name: ``"INT"``, ``"FLOAT"`` or ``"NONE"``."""
+    from torchao.quantization.quant_primitives import ZeroPointDomain
+
+    return ZeroPointDomain[name]
+
+
+def granularity(name: str, *args: Any) -> Any:
+    """Return a torchao granularity: its class name (``"PerGroup"``) and its arguments."""
+    import torchao.quantization.granularity as module
+
+    return getattr(module, name)(*args)
+
+
+def qat_config_class(name: str) -> type:
+    """Return a class of torchao's QAT configs, such as ``"IntxFakeQuantizeConfig"``.
+
+    Raises:
+        AttributeError: the installed torchao has none of this name.
+    """
+    import torchao.quantization.qat as module
+
+    found: type = getattr(module, name)
+    return found
 
 
 def fake_quantize_base() -> type:

@@ -27,9 +27,7 @@ class Histogram:
 
     __slots__ = ("counts", "exponents", "high", "low")
 
-    def __init__(
-        self, counts: torch.Tensor, exponents: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-    ) -> None:
+    def __init__(self, counts: torch.Tensor, exponents: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
         self.counts, self.exponents, self.low, self.high = counts, exponents, low, high
 
     @classmethod
@@ -39,8 +37,10 @@ class Histogram:
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
         rows, bins = len(values), _BINS if len(values) <= _MANY else _BINS_OF_MANY
-        low, high = values.amin(1).float(), values.amax(1).float()
-        exponents = torch.frexp(torch.maximum(-low, high)).exponent.long().clamp(min=_SMALLEST_EXPONENT)
+        low, high = values.amin(1).float() + 0.0, values.amax(1).float() + 0.0  # no negative zero
+        largest = torch.maximum(-low, high)
+        exponents = torch.frexp(largest).exponent.long().clamp(min=_SMALLEST_EXPONENT)
+        exponents = torch.where(largest > 0, exponents, _SMALLEST_EXPONENT)
         half = bins // 2
         # Scaling by a power of two and floor are exact, so an element's bin is the same whichever grid counts it first.
         scale = _power_of_two(float(half), -exponents)

@@ -102,9 +102,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         if other._histogram is None:
             return
         self._counts = other._counts
-        self._histogram = (
-            other._histogram if self._histogram is None else self._histogram.merged(other._histogram)
-        )
+        self._histogram = other._histogram if self._histogram is None else self._histogram.merged(other._histogram)
 
     def current_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the range of the tensors seen so far, float32, one entry per block.

@@ -1,0 +1,20 @@
+"""Quantization-aware training: torchao's configs, distillation, schedules over bits, and more than one process."""
+
+from __future__ import annotations
+
+from .fake_quantize_config import (
+    FakeQuantizeConfig,
+    FakeQuantizeConfigBase,
+    Float8FakeQuantizeConfig,
+    IntxFakeQuantizeConfig,
+)
+from .intx import Float8QuantizationSpec, IntxQuantizationSpec
+
+__all__ = [
+    "FakeQuantizeConfig",
+    "FakeQuantizeConfigBase",
+    "Float8FakeQuantizeConfig",
+    "Float8QuantizationSpec",
+    "IntxFakeQuantizeConfig",
+    "IntxQuantizationSpec",
+]

@@ -1,0 +1,240 @@
+"""FakeQuantizeConfig against the installed torchao: attributes, checks, outputs and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torchao.quantization import MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
+from torchao.quantization.qat import Float8FakeQuantizeConfig as TorchaoFloat8Config
+from torchao.quantization.qat import Float8FakeQuantizer, IntxFakeQuantizer
+from torchao.quantization.qat import IntxFakeQuantizeConfig as TorchaoConfig
+from torchao.quantization.quant_primitives import TorchAODType, ZeroPointDomain
+
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.qat import FakeQuantizeConfig, Float8FakeQuantizeConfig
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
+
+INTS = [getattr(torch, f"int{bits}") for bits in range(1, 9)]
+ALL = {"INT": ZeroPointDomain.INT, "FLOAT": ZeroPointDomain.FLOAT, "NONE": ZeroPointDomain.NONE}
+
+
+def tensor(seed=0, shape=(8, 64), dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator) * 3 + 0.3
+    return x.to(dtype).requires_grad_()
+
+
+def assert_same(config, reference, x, **build):
+    ours, theirs = config.build(**build), IntxFakeQuantizer(reference)
+    a, b = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    y, z = ours(a), theirs(b)
+    assert y.dtype == z.dtype
+    assert torch.equal(y, z)
+    weight = torch.randn_like(y)
+    (y * weight).sum().backward()
+    (z * weight).sum().backward()
+    assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [*INTS, *(getattr(torch, f"uint{bits}") for bits in range(1, 9))])
+@pytest.mark.parametrize("where", ["per_channel", "per_token", 16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_outputs_and_gradients_are_those_of_torchao(dtype, where, symmetric):
+    """Every dtype, granularity and mapping, float32 and bfloat16, bit for bit."""
+    if where == "per_token" and symmetric:
+        pytest.skip("torchao has no symmetric per-token form")
+    given = {"group_size": where} if isinstance(where, int) else {"granularity": where}
+    for i, data in enumerate((torch.float32, torch.bfloat16)):
+        config = FakeQuantizeConfig(dtype, **given, is_symmetric=symmetric)
+        assert_same(config, TorchaoConfig(dtype, **given, is_symmetric=symmetric), tensor(i, dtype=data))
+        assert_same(config, config.to_torchao(), tensor(i + 9, dtype=data))
+
+
+@pytest.mark.parametrize("domain", ["INT", "FLOAT"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_domains_and_precisions(domain, precision, symmetric):
+    """Zero points as integers and as floating point numbers, scales in half precision, and a large eps."""
+    given = {
+        "group_size": 32,
+        "is_symmetric": symmetric,
+        "scale_precision": precision,
+        "zero_point_precision": precision,
+        "eps": 0.05,
+    }
+    config = FakeQuantizeConfig(torch.int4, **given, zero_point_domain=domain)
+    for data in (torch.float32, torch.bfloat16):
+        assert_same(config, TorchaoConfig(torch.int4, **given, zero_point_domain=ALL[domain]), tensor(dtype=data))
+
+
+def test_domain_none_has_no_zero_point():
+    """torchao 0.18 accepts NONE and then fails; here it is the symmetric form without a zero point."""
+    fq = FakeQuantizeConfig(torch.int4, group_size=32, zero_point_domain=ZeroPointDomain.NONE).build()
+    assert torch.equal(fq(tensor()), FakeQuantizeConfig(torch.int4, group_size=32).build()(tensor()))
+    assert fq.calculate_qparams()[1] is None
+
+
+def test_symmetric_per_token_is_the_formula():
+    """max_abs / 7.5 of each row, by hand in float64."""
+    x = tensor().detach()
+    y = FakeQuantizeConfig(torch.int4, "per_token").build()(x)
+    scale = x.double().abs().amax(1, keepdim=True) / 7.5
+    torch.testing.assert_close(y, ((x / scale).round().clamp(-8, 7) * scale).float())
+
+
+def test_static_takes_the_first_tensor():
+    """is_dynamic=False: parameters of the first tensor for all, as in torchao."""
+    for symmetric in (True, False):
+        ours = FakeQuantizeConfig(torch.int4, "per_channel", is_dynamic=False, is_symmetric=symmetric)
+        a, b = ours.build(), IntxFakeQuantizer(ours.to_torchao())
+        for seed in range(3):
+            assert torch.equal(a(tensor(seed)), b(tensor(seed)))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_learned_ranges_train_as_in_torchao(symmetric):
+    """Scale and zero point are parameters, with torchao's gradients and so the same values after some steps."""
+    config = FakeQuantizeConfig(
+        torch.int4, group_size=32, is_symmetric=symmetric, is_dynamic=False, range_learning=True,
+        zero_point_precision=torch.float32,
+    )  # fmt: skip
+    ours, theirs = config.build(), IntxFakeQuantizer(config.to_torchao())
+    theirs._initialized = True
+    assert torch.equal(ours(tensor()), theirs(tensor()))
+    pairs = [(ours.qparams_calculator.scale, theirs.scale)]
+    if not symmetric:
+        pairs.append((ours.qparams_calculator.zero_point, theirs.zero_point))
+    assert [type(p) for p, _ in pairs] == [torch.nn.Parameter] * len(pairs)
+    assert len(list(ours.parameters())) == len(pairs)
+    for seed in range(3):
+        for fq, params in ((ours, [p for p, _ in pairs]), (theirs, [q for _, q in pairs])):
+            optimizer = torch.optim.SGD(params, lr=1e-3)
+            (fq(tensor(seed)) * tensor(seed + 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in pairs:
+            assert torch.equal(p.reshape(q.shape), q)
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor()])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("bounds", [(None, None), (0.5, 2.0)])
+def test_float8_is_that_of_torchao(granularity, dtype, bounds):
+    """Outputs bit for bit; gradients, through the scale too, by the float64 definition (torchao rounds them to FP8)."""
+    config = Float8FakeQuantizeConfig(dtype, granularity, *bounds)
+    assert Float8FakeQuantizeConfig.from_torchao(config.to_torchao()).to_spec() == config.to_spec()
+    for data in (torch.float32, torch.bfloat16):
+        a, b = tensor(dtype=data), tensor(dtype=data)
+        y, z = config.build()(a), Float8FakeQuantizer(TorchaoFloat8Config(dtype, granularity, *bounds))(b)
+        assert torch.equal(y, z)
+    a, b = tensor(), tensor().detach().double().requires_grad_()
+    y = config.build()(a)
+    dims = (1,) if isinstance(granularity, PerRow) else (0, 1)
+    scale = b.abs().amax(dims, keepdim=True).clamp(*bounds) if any(bounds) else b.abs().amax(dims, keepdim=True)
+    scale = scale / torch.finfo(dtype).max
+    inside = (b / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    z = (inside + (y.detach() / scale - inside).detach()) * scale
+    weight = torch.randn(8, 64)
+    (y * weight).sum().backward()
+    (z * weight).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_attributes_and_properties():
+    """Strings, objects and flags mean the same; group_size and is_symmetric can be read and set."""
+    assert isinstance(FakeQuantizeConfig(torch.int8, "per_token").granularity, PerToken)
+    assert FakeQuantizeConfig(torch.int8, "per_channel").granularity == PerAxis(0)
+    config = FakeQuantizeConfig(torch.int8, "per_group", group_size=32, is_symmetric=False)
+    assert config == FakeQuantizeConfig(torch.int8, PerGroup(32), MappingType.ASYMMETRIC)
+    assert config.group_size == 32
+    assert config.mapping_type == MappingType.ASYMMETRIC
+    assert config.zero_point_domain == ZeroPointDomain.INT
+    config.group_size, config.is_symmetric = 64, True
+    assert config.granularity == PerGroup(64)
+    assert config.mapping_type == MappingType.SYMMETRIC
+    with pytest.raises(ValueError, match="`group_size` is undefined"):
+        _ = FakeQuantizeConfig(torch.int8, "per_token").group_size
+    assert FakeQuantizeConfig(TorchAODType.INT4, group_size=8).dtype == torch.int4
+    assert copy.deepcopy(config) == config
+    assert FakeQuantizeConfig(torch.int4, PerBlockGranularity(axis=-1, block_size=32)).group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "names"),
+    [
+        ({"granularity": "per_token", "group_size": 32}, ("group_size", "granularity")),
+        ({"granularity": "per_group"}, ("granularity", "group_size")),
+        ({}, ("granularity", "group_size")),
+        (
+            {"group_size": 8, "mapping_type": MappingType.SYMMETRIC, "is_symmetric": True},
+            ("mapping_type", "is_symmetric"),
+        ),
+        ({"group_size": 8, "range_learning": True}, ("is_dynamic", "range_learning")),
+        ({"group_size": 8, "zero_point_domain": "NONE", "is_symmetric": False}, ("zero_point_domain", "mapping_type")),
+        (
+            {"group_size": 8, "range_learning": True, "is_dynamic": False, "is_symmetric": False},
+            ("range_learning", "zero_point_precision"),
+        ),
+        ({"granularity": PerAxis(1)}, ("axis", "PerAxis")),
+        ({"granularity": "per_row"}, ("granularity", "per_row")),
+        ({"group_size": 8, "zero_point_domain": None}, ("ZeroPointDomain.NONE", "None")),
+        ({"group_size": 8, "eps": 0.0}, ("eps", "positive")),
+    ],
+)
+def test_bad_combinations_name_both_fields(kwargs, names):
+    """Each refused combination says which arguments clash."""
+    with pytest.raises(ValueError, match=names[0]) as error:
+        FakeQuantizeConfig(torch.int4, **kwargs)
+    assert all(name in str(error.value) for name in names)
+    with pytest.raises(ValueError, match="Unsupported dtype"):
+        FakeQuantizeConfig(torch.int16, "per_token")
+
+
+def test_specs_and_back():
+    """to_spec and from_spec are inverse; a plain spec carries over what a config can say."""
+    configs = [
+        FakeQuantizeConfig(torch.int4, group_size=16, eps=1e-3, scale_precision=torch.bfloat16),
+        FakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+        FakeQuantizeConfig(torch.int2, "per_channel", is_dynamic=False, range_learning=True),
+        FakeQuantizeConfig(torch.int3, group_size=8, zero_point_domain="FLOAT", is_symmetric=False),
+    ]
+    for config in configs:
+        assert FakeQuantizeConfig.from_spec(config.to_spec()) == config
+        assert FakeQuantizeConfig.from_torchao(config.to_torchao()) == config
+    plain = QuantizationSpec(dtype="int4", granularity=PerChannelGranularity(axis=0))
+    config = FakeQuantizeConfig.from_spec(plain)
+    x = tensor().detach()
+    reference = QuantizationSpec(dtype="int4", granularity=PerChannelGranularity(axis=0))
+    from bitwright.quantization.spec import QuantizationComponentFactory
+
+    torch.testing.assert_close(
+        config.build()(x), QuantizationComponentFactory.create_fake_quantizer(reference, "weight")(x)
+    )
+    with pytest.raises(ValueError, match="float_range"):
+        FakeQuantizeConfig.from_spec(
+            QuantizationSpec(granularity=PerTokenGranularity(), float_range=[-1, 1], qparam_calculator_cls="static")
+        )
+    with pytest.raises(ValueError, match="granularity"):
+        FakeQuantizeConfig.from_spec(QuantizationSpec())
+
+
+def test_specs_quantize_a_model():
+    """W4 per group with A8 per token as in torchao's 8da4w: the linear layer computes with torchao's numbers."""
+    weight = FakeQuantizeConfig(torch.int4, group_size=32)
+    activation = FakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_input_spec={0: activation.to_spec()}, op_output_spec=None, op_state_spec={"weight": weight.to_spec()}
+        ),
+        execution_mode="eager",
+    )
+    layer = torch.nn.Linear(64, 8)
+    w, b = layer.weight.detach().clone(), layer.bias
+    x = tensor().detach()
+    prepared = Quantizer(layer, config).prepare((x,))
+    expected = torch.nn.functional.linear(
+        IntxFakeQuantizer(activation.to_torchao())(x), IntxFakeQuantizer(weight.to_torchao())(w), b
+    )
+    assert torch.equal(prepared(x), expected)
