@@ -6,6 +6,9 @@ An instance attribute ``forward`` takes the place of the class's method. Unlike 
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +29,18 @@ class ForwardScope:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Parameters of what stood here before; ``torch.export`` names the program's inputs after them."""
+        return inspect.signature(self.inner or functools.partial(type(self.module).forward, self.module))
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """Code of the module's own forward; ``torch.export`` reads from it where a shape comes from."""
+        inner: Any = self.inner or type(self.module).forward
+        code: types.CodeType = getattr(inner, "__code__", ForwardScope.run.__code__)
+        return code
 
 
 def wrap_forward(scope: ForwardScope) -> Callable[[], None]:
