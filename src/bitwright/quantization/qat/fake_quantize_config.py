@@ -70,14 +70,14 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
 
     Args:
         dtype: ``torch.int1`` to ``int8``, ``uint1`` to ``uint8``, or torchao's ``TorchAODType``.
-        granularity: ``"per_token"``, ``"per_channel"``, ``"per_group"`` (with ``group_size``); torchao's ``PerToken()``,
-            ``PerAxis(0)``, ``PerGroup(n)``; or Bitwright's own granularities that say the same.
+        granularity: ``"per_token"``, ``"per_channel"``, ``"per_group"`` (with ``group_size``); torchao's
+            ``PerToken()``, ``PerAxis(0)``, ``PerGroup(n)``; or Bitwright's own granularities that say the same.
         mapping_type: torchao's ``MappingType``, or its name; symmetric if neither it nor ``is_symmetric`` is given.
         scale_precision: dtype of scales.
         zero_point_precision: dtype of zero points. Zero points of an asymmetric per-channel or per-group config are
             floating point numbers first, and an integer precision cuts off their fraction, as in torchao.
-        zero_point_domain: torchao's ``ZeroPointDomain``, or its name: ``INT``, ``FLOAT`` or ``NONE``. Without effect per
-            token, where zero points are integers.
+        zero_point_domain: torchao's ``ZeroPointDomain``, or its name: ``INT``, ``FLOAT`` or ``NONE``. Without effect
+            per token, where zero points are integers.
         is_dynamic: parameters from each tensor; False takes those of the first one.
         range_learning: scale and zero point are parameters, which begin with those of the first tensor.
         eps: smallest scale; None for 1e-6 (asymmetric per channel or group) or the smallest normal number.
@@ -137,8 +137,8 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         per_token = type(self.granularity).__name__ == "PerToken"
         if self.zero_point_domain.name == "NONE" and not self.is_symmetric and not per_token:
             raise ValueError(
-                "`zero_point_domain` NONE conflicts with `mapping_type` ASYMMETRIC, whose range needs a zero point. Use "
-                "ZeroPointDomain.FLOAT or INT, or is_symmetric=True."
+                "`zero_point_domain` NONE conflicts with `mapping_type` ASYMMETRIC, whose range needs a zero point. "
+                "Use ZeroPointDomain.FLOAT or INT, or is_symmetric=True."
             )
         if self.range_learning and not self.is_symmetric and not self.zero_point_precision.is_floating_point:
             raise ValueError(

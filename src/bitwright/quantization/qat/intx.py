@@ -1,4 +1,4 @@
-"""torchao's fake quantization as a simulator: specs, calculators and fake quantizers under the keys ``intx``, ``fp8_row``."""
+"""torchao's fake quantization as simulators, under the registry keys ``intx`` and ``fp8_row``."""
 
 from __future__ import annotations
 

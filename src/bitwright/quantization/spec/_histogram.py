@@ -73,8 +73,8 @@ class Histogram:
         """
         if other.counts.shape != self.counts.shape:
             raise ValueError(
-                f"Cannot merge histograms of {len(self.counts)} and {len(other.counts)} blocks; use a granularity whose "
-                "number of blocks does not depend on the batch, or reset_statistics()."
+                f"Cannot merge histograms of {len(self.counts)} and {len(other.counts)} blocks; use a granularity "
+                "whose number of blocks does not depend on the batch, or reset_statistics()."
             )
         device = self.counts.device
         exponents = torch.maximum(self.exponents, other.exponents.to(device))

@@ -59,7 +59,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         super().__init__(**kwargs)
         if self.dtype.is_floating_point:
             raise ValueError(
-                f"{type(self).__name__} learns the step of an integer grid; got dtype={self.dtype}. Use an integer dtype."
+                f"{type(self).__name__} learns the step of an integer grid; got dtype={self.dtype}."
             )
         self._buffers["minval"] = None
         for name in self._LEARNED:
@@ -236,10 +236,8 @@ class LSQPlusQParamsCalculator(LearnedQParamsCalculatorBase):
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
         scale, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
         assert zero_point is not None
-        if self.qscheme == QuantizationScheme.ASYMMETRIC:
-            offset = low - self.quant_min * scale
-        else:
-            offset = -zero_point * scale
+        affine = self.qscheme == QuantizationScheme.ASYMMETRIC
+        offset = low - self.quant_min * scale if affine else -zero_point * scale
         return {"scale": scale, "offset": offset, "zero_point": zero_point}
 
     def _derive(self) -> QParams:

@@ -1,0 +1,225 @@
+"""LSQ, LSQ+ and PACT: gradients against float64 autograd of the definitions, initial values, life in a model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, QuantizationComponentFactory
+
+GRANULARITIES = {
+    "per_tensor": None,
+    "per_channel": PerChannelGranularity(axis=0),
+    "per_block": PerBlockGranularity(axis=1, block_size=8),
+}
+
+
+def make(kind, target="weight", granularity=None, **spec):
+    if granularity is not None:
+        spec["granularity"] = granularity
+    return QuantizationComponentFactory.create_fake_quantizer(QuantizationSpec(fake_quantize_cls=kind, **spec), target)
+
+
+def tensor(seed=0, shape=(6, 32)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def straight(x):
+    """Rounding with the gradient of the identity."""
+    return x + (x.round() - x).detach()
+
+
+def spread(per_block, x):
+    for dim in range(x.ndim):
+        per_block = per_block.repeat_interleave(x.shape[dim] // per_block.shape[dim], dim)
+    return per_block
+
+
+def gradient_scale(fq, x):
+    """1 / sqrt(N * Qp): weights that share a step, or features of one sample that do (LSQ section 2.2)."""
+    shared = x.numel() / fq.qparams_calculator.scale.numel()
+    if fq.quantization_target.value == "activation":
+        shared /= x.shape[0]
+    return (shared * fq.quant_max) ** -0.5
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", ["int4", "int8", "int2"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
+def test_lsq_gradients_are_those_of_the_definition(granularity, dtype, target):
+    """clip, round with a straight-through gradient, rescale: float64 autograd of LSQ eq. 1 and 2."""
+    if target == "activation" and granularity == "per_block":
+        pytest.skip("same code")
+    fq = make("lsq", target, GRANULARITIES[granularity], dtype=dtype)
+    fq(tensor())
+    x, weight = tensor(1).requires_grad_(), tensor(2).double()
+    (fq(x) * weight).sum().backward()
+    s = fq.qparams_calculator.scale.detach().double().requires_grad_()
+    v = x.detach().double().requires_grad_()
+    step = spread(s, v)
+    y = straight((v / step).clamp(fq.quant_min, fq.quant_max)) * step
+    torch.testing.assert_close(fq(x).detach(), y.detach().float())
+    (y * weight).sum().backward()
+    torch.testing.assert_close(x.grad, v.grad.float())
+    expected = s.grad * gradient_scale(fq, x)
+    torch.testing.assert_close(fq.qparams_calculator.scale.grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("formulation", ["minval", "zp"])
+def test_lsq_plus_gradients_are_those_of_the_definition(granularity, dtype, formulation):
+    """Scale and offset by float64 autograd of LSQ+ eq. 3; with integer zero points at the rounded offset."""
+    fq = make(
+        "lsq_plus", "activation", GRANULARITIES[granularity], dtype=dtype, qscheme="asymmetric", qformulation=formulation
+    )
+    fq(tensor() + 0.4)
+    calculator = fq.qparams_calculator
+    x, weight = (tensor(1) * 2 + 0.4).requires_grad_(), tensor(2).double()
+    (fq(x) * weight).sum().backward()
+    s = calculator.scale.detach().double().requires_grad_()
+    b = calculator.offset.detach().double()
+    if formulation == "zp":
+        b = -(-b / s.detach()).round().clamp(fq.quant_min, fq.quant_max) * s.detach()
+    b.requires_grad_()
+    v = x.detach().double().requires_grad_()
+    step, offset = spread(s, v), spread(b, v)
+    y = straight(((v - offset) / step).clamp(fq.quant_min, fq.quant_max)) * step + offset
+    torch.testing.assert_close(fq(x).detach(), y.detach().float())
+    (y * weight).sum().backward()
+    factor = gradient_scale(fq, x)
+    torch.testing.assert_close(x.grad, v.grad.float())
+    torch.testing.assert_close(calculator.scale.grad.double(), s.grad * factor, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(calculator.offset.grad.double(), b.grad * factor, rtol=1e-4, atol=1e-4)
+
+
+def test_pact_gradients_are_those_of_the_definition():
+    """y = 0.5 (|x| - |x - a| + a), quantized with a straight-through gradient (PACT eq. 1 to 3)."""
+    fq = make("pact", "activation", dtype="uint4", qscheme="asymmetric")
+    fq(tensor())
+    with torch.no_grad():
+        fq.qparams_calculator.alpha.mul_(0.4)
+    x, weight = tensor(1).requires_grad_(), tensor(2).double()
+    (fq(x) * weight).sum().backward()
+    a, v = fq.qparams_calculator.alpha.detach().double().requires_grad_(), x.detach().double().requires_grad_()
+    clipped = 0.5 * (v.abs() - (v - a).abs() + a)
+    y = clipped + ((clipped * 15 / a).round() * a / 15 - clipped).detach()
+    torch.testing.assert_close(fq(x).detach(), y.detach().float())
+    (y * weight).sum().backward()
+    torch.testing.assert_close(x.grad, v.grad.float())
+    torch.testing.assert_close(fq.qparams_calculator.alpha.grad.double(), a.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"'pact'.*weight.*'lsq'"):
+        make("pact", "weight")
+
+
+def test_initial_values():
+    """LSQ begins at 2 mean|v| / sqrt(Qp) over all batches of the calibration; other range finders are obeyed."""
+    fq = make("lsq", "activation", dtype="int4").eval()
+    fq.reset_statistics()
+    batches = [tensor(seed) * (seed + 1) for seed in range(4)]
+    for batch in batches:
+        fq(batch)
+    mean = torch.cat(batches).abs().mean()
+    torch.testing.assert_close(fq.qparams_calculator.scale.item(), (2 * mean / 7**0.5).item())
+    fq = make("lsq", "weight", dtype="int4", range_calculator_cls="mse", qformulation="minval")
+    fq(torch.randn(200_000, generator=torch.Generator().manual_seed(0)))
+    assert fq.qparams_calculator.scale.item() == pytest.approx(0.3386, rel=0.02)
+    relu = make("lsq", "activation", dtype="uint4", qscheme="asymmetric")
+    relu(tensor().relu())
+    assert relu.qparams_calculator.zero_point.item() == 0
+
+
+def test_training_batches_leave_the_learned_step_alone():
+    """In train mode only the first tensor sets the step; in eval mode with the observer on each one counts."""
+    fq = make("lsq", "activation", dtype="int4")
+    fq(tensor())
+    parameter, first = fq.qparams_calculator.scale, fq.qparams_calculator.scale.clone()
+    fq(tensor(1) * 100)
+    assert torch.equal(parameter, first)
+    fq.eval()(tensor(1) * 100)
+    assert fq.qparams_calculator.scale is parameter
+    assert parameter.item() > first.item()
+
+
+def test_shards_equal_the_whole():
+    """Merging calculators of shards gives the initial values of one that saw everything."""
+    for kind in ("lsq", "lsq_plus", "pact"):
+        whole, left, right = (make(kind, "activation", dtype="uint4", qscheme="asymmetric").eval() for _ in range(3))
+        for seed in range(4):
+            whole(tensor(seed) * (1 + seed))
+            (left if seed % 2 else right)(tensor(seed) * (1 + seed))
+        left.qparams_calculator.merge(right.qparams_calculator)
+        for a, b in zip(left.calculate_qparams(), whole.calculate_qparams(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def config(kind_weight="lsq", kind_activation="lsq"):
+    weight = QuantizationSpec(dtype="int4", granularity=PerChannelGranularity(axis=0), fake_quantize_cls=kind_weight)
+    activation = QuantizationSpec(dtype="int8", qparam_calculator_cls=kind_activation)
+    return QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_input_spec={"*": activation}, op_output_spec=None, op_state_spec={"weight": weight}
+        ),
+        execution_mode="eager",
+    )
+
+
+def test_optimizers_see_the_steps_after_prepare_and_export_freezes_them():
+    """Steps are parameters of the prepared model, stay the same objects, learn, survive copies, and then freeze."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    quantizer = Quantizer(model, config())
+    prepared = quantizer.prepare((tensor(0, (8, 16)),))
+    names = [name for name, _ in prepared.named_parameters() if name.endswith("qparams_calculator.scale")]
+    assert len(names) == 4
+    optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)
+    x, y = tensor(1, (64, 16)), tensor(2, (64, 4))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    start = {name: p.detach().clone() for name, p in prepared.named_parameters() if name in names}
+    losses = []
+    with quantizer.training_mode():
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (prepared(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    moved = {name: p for name, p in prepared.named_parameters() if name in names}
+    assert all(not torch.equal(moved[name], start[name]) for name in names)
+    assert losses[-1] < 0.8 * losses[0]
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(prepared)(x), prepared(x))
+    fresh = Quantizer(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), config())
+    loaded = fresh.prepare((tensor(3, (8, 16)),)).eval()
+    loaded.load_state_dict(prepared.state_dict())
+    assert torch.equal(loaded(x), prepared.eval()(x))
+    for module in prepared.modules():
+        if hasattr(module, "set_export_mode") and hasattr(module, "qparams_calculator"):
+            module.set_export_mode()
+    assert all(not p.requires_grad for name, p in prepared.named_parameters() if name in names)
+
+
+def test_half_precision_models_keep_float32_steps():
+    """`model.bfloat16()` must not round the steps."""
+    fq = make("lsq", "weight", dtype="int4")
+    fq(tensor())
+    before = fq.qparams_calculator.scale.detach().clone()
+    fq.bfloat16()
+    assert fq.qparams_calculator.scale.dtype == torch.float32
+    assert torch.equal(fq.qparams_calculator.scale, before)
+    x = tensor(1).bfloat16().requires_grad_()
+    y = fq(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert fq.qparams_calculator.scale.grad.isfinite().all()
+
+
+def test_float_formats_are_refused():
+    """LSQ is about integer grids."""
+    with pytest.raises(ValueError, match="integer grid"):
+        make("lsq", "weight", dtype="float8_e4m3fn")
