@@ -20,12 +20,18 @@ from .lanes import (
     poke_f32,
     poke_i16,
     poke_i32,
+    stack_room,
 )
 from .mapping import FAKE, map_rows
 from .ranges import join_parts, keys_of, range_of_keys, range_of_row
-from .walking import address_of, element_bytes, first_part, next_part
+from .walking import element_bytes, first_part, next_part, vector_room
 
-__all__ = ["choose_part", "finish", "observe_rows"]
+__all__ = ["FEW", "choose_part", "finish", "observe_rows"]
+
+# Number of blocks whose keys ``finish`` keeps on the stack.
+FEW = 64
+
+few_keys = stack_room(2 * 4 * FEW)
 
 
 @inlined
@@ -150,8 +156,8 @@ def finish(
     Args:
         x: address of the tensor, or 0 to take the keys at ``lows`` and ``highs``.
         table: address of the layout's table.
-        lows: see ``join_parts``.
-        highs: see ``join_parts``.
+        lows: see ``join_parts``; room for the keys of a tensor, or 0 for at most ``FEW`` blocks.
+        highs: likewise.
         parts: see ``join_parts``.
         blocks: number of blocks.
         dtype: dtype of the tensor.
@@ -165,10 +171,10 @@ def finish(
         points: where the int32 zero points go, or 0.
         origins: where the float32 minvals go, or 0.
     """
-    keys = np.empty(2 * blocks if x != 0 else 0, np.int32)
     if x != 0:
-        lows = address_of(keys)
-        highs = lows + 4 * blocks
+        if lows == 0:
+            lows = few_keys()
+            highs = lows + 4 * FEW
         keys_of(x, dtype, table, lows, highs, blocks)
     join_parts(lows, highs, parts, blocks)
     if running_lows != 0:
@@ -191,8 +197,7 @@ def observe_rows(
     words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
     minval = peek_i32(grid + 4)
-    buffer = np.empty((2, LANES), np.float32)
-    room = address_of(buffer)
+    room = vector_room()
     part = first_part(control)
     while part < parts:
         for row in range(rows * part // parts, rows * (part + 1) // parts):

@@ -72,7 +72,8 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 def _cache_folder() -> str | None:
     """Writable folder of the machine code, or None when there is none."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in (here.parent / "layout.py", *sorted(here.glob("*.py"))):
         digest.update(source.read_bytes())
     chosen = os.environ.get("BITWRIGHT_CACHE_DIR")
     base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"

@@ -6,16 +6,18 @@ with at least one element.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from bitwright.kernels.grid import Grid
+from bitwright.kernels.layout import LANES, Layout, dense, layout_of
 from bitwright.kernels.reference import check_running
+from bitwright.kernels.straight_through import straight_through
 
-from .choosing import choose_part, finish, observe_rows
-from .lanes import LANES
-from .layout import Layout, layout_of
+from .choosing import FEW, choose_part, finish, observe_rows
 from .mapping import CODES, FAKE, VALUES, map_part, mask_part
 from .memory import empty_like
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
@@ -28,17 +30,6 @@ Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 # Below this number of elements, handing work to another thread costs more than it saves.
 GRAIN = 1 << 16
-
-
-def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The tensor without holes (copied if it has any), and its dimensions in the order of memory."""
-    if x.is_contiguous():
-        return x, None
-    strides = x.stride()
-    order = tuple(sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim)))
-    if x.permute(order).is_contiguous():
-        return x, order
-    return x.contiguous(), None
 
 
 def _threads(elements: int) -> int:
@@ -122,34 +113,11 @@ def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> 
     return out
 
 
-def _unpack_mask(words: torch.Tensor, like: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The mask as numbers 0 and 1 in the dtype and strides of ``like``."""
-    return _apply_mask(torch.ones_like(like), words, layout)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Runs a prepared forward; its backward multiplies by the saved bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Any, layout: Layout) -> torch.Tensor:
-        mask = _new_mask(layout)
-        y: torch.Tensor = forward(mask)
-        ctx.save_for_backward(mask)
-        ctx.layout = layout
-        ctx.strides = y.stride()
-        ctx.set_materialize_grads(False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if grad is None:
-            return None, None, None
-        (mask,) = ctx.saved_tensors
-        if grad.stride() != ctx.strides:
-            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype).copy_(grad)
-        if torch.is_grad_enabled():
-            return grad * _unpack_mask(mask, grad.detach(), ctx.layout), None, None
-        return _apply_mask(grad, mask, ctx.layout), None, None
+def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor], layout: Layout) -> torch.Tensor:
+    """Call ``forward`` with a mask for the gradient if one is wanted."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return straight_through(x, forward, _new_mask(layout), partial(_apply_mask, layout=layout))
+    return forward(None)
 
 
 def fake_quantize(
@@ -162,18 +130,15 @@ def fake_quantize(
     grid: Grid,
 ) -> torch.Tensor:
     """``reference.fake_quantize``."""
-    dense, order = _dense(x)
-    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
+    flat, order = dense(x)
+    given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = empty_like(dense)
-        _map(FAKE, dense, y, mask, given)
+        y = empty_like(flat)
+        _map(FAKE, flat, y, mask, given)
         return y
 
-    if x.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _StraightThrough.apply(x, forward, given.layout)  # type: ignore[no-untyped-call]
-        return result
-    return forward(None)
+    return _run(x, forward, given.layout)
 
 
 def quantize(
@@ -186,10 +151,10 @@ def quantize(
     grid: Grid,
 ) -> torch.Tensor:
     """``reference.quantize``, without gradient."""
-    dense, order = _dense(x)
-    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
-    codes = empty_like(dense, dtype=torch.float32)
-    _map(CODES, dense, codes, None, given)
+    flat, order = dense(x)
+    given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
+    codes = empty_like(flat, dtype=torch.float32)
+    _map(CODES, flat, codes, None, given)
     return codes
 
 
@@ -204,10 +169,10 @@ def dequantize(
     output_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """``reference.dequantize``, without gradient."""
-    dense, order = _dense(codes.to(torch.float32))
-    given = _prepare(dense, order, scale, zero_point, minval, block_size, grid)
-    values = empty_like(dense, dtype=output_dtype)
-    _map(VALUES, dense, values, None, given)
+    flat, order = dense(codes.to(torch.float32))
+    given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
+    values = empty_like(flat, dtype=output_dtype)
+    _map(VALUES, flat, values, None, given)
     return values
 
 
@@ -232,17 +197,17 @@ def _keys(x: torch.Tensor, layout: Layout, threads: int) -> torch.Tensor:
 
 def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.min_max``."""
-    dense, order = _dense(x.detach())
-    layout = layout_of(dense.shape, order, block_size)
+    flat, order = dense(x.detach())
+    layout = layout_of(flat.shape, order, block_size)
     threads = _threads(layout.numel)
     if threads == 1:
         low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
     else:
-        keys = _keys(dense, layout, threads)
+        keys = _keys(flat, layout, threads)
         sets = keys.shape[1]
         low, high = keys.view(torch.float32)[:, 0].view(2, *layout.counts).unbind(0)
     extremes(
-        dense.data_ptr() if threads == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
+        flat.data_ptr() if threads == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
         sets, layout.blocks,
     )  # fmt: skip
     return low.to(x.dtype), high.to(x.dtype)
@@ -263,6 +228,9 @@ def _finish(
     if threads > 1:
         keys = _keys(x, layout, threads)
         source, lows, highs, sets = 0, keys[0].data_ptr(), keys[1].data_ptr(), keys.shape[1]
+    elif layout.blocks > FEW:
+        keys = torch.empty((2, layout.blocks), dtype=torch.int32)
+        lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
     mode, constant, running_lows, running_highs = 0, 0.0, 0, 0
     if running is not None:
         mode, constant = running[:2]
@@ -310,19 +278,16 @@ def observe_and_fake_quantize(
     scale_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """``reference.observe_and_fake_quantize``; the caller has checked the scheme."""
-    dense, order = _dense(x)
-    layout = layout_of(dense.shape, order, block_size)
+    flat, order = dense(x)
+    layout = layout_of(flat.shape, order, block_size)
     native = native_grid(grid)
     made = _new_parameters(layout.counts, native.integer)
     code = scheme_code(grid, scheme, scale_dtype)
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        return _observe(dense, mask, layout, native, code, made)
+        return _observe(flat, mask, layout, native, code, made)
 
-    if x.requires_grad and torch.is_grad_enabled():
-        y: torch.Tensor = _StraightThrough.apply(x, forward, layout)  # type: ignore[no-untyped-call]
-    else:
-        y = forward(None)
+    y = _run(x, forward, layout)
     return y, *made
 
 
@@ -370,22 +335,19 @@ def observe_running_and_fake_quantize(
 ) -> torch.Tensor:
     """``reference.observe_running_and_fake_quantize``; the caller has checked the scheme."""
     made = (scale, zero_point, minval)
-    dense, order = _dense(x)
-    layout = layout_of(dense.shape, order, block_size)
+    flat, order = dense(x)
+    layout = layout_of(flat.shape, order, block_size)
     check_running(layout.counts, x.dtype, running_min, running_max)
     native = native_grid(grid)
     mode = 0 if restart else 2 if averaging_constant is None else 1
     code = scheme_code(grid, scheme, scale_dtype)
-    _finish(dense, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
+    _finish(flat, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
     if not quantize:
         return x
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = empty_like(dense)
-        _map(FAKE, dense, y, mask, _used(made, layout, native))
+        y = empty_like(flat)
+        _map(FAKE, flat, y, mask, _used(made, layout, native))
         return y
 
-    if x.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _StraightThrough.apply(x, forward, layout)  # type: ignore[no-untyped-call]
-        return result
-    return forward(None)
+    return _run(x, forward, layout)

@@ -18,6 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
+from bitwright.kernels.layout import LANES
+
 __all__ = [
     "LANES",
     "Lanes",
@@ -53,6 +55,7 @@ __all__ = [
     "select",
     "splat",
     "splat_int",
+    "stack_room",
     "store_bf16",
     "store_f16",
     "store_f32",
@@ -62,7 +65,6 @@ __all__ = [
     "with_sign",
 ]
 
-LANES = 16
 
 Emit = Callable[..., Any]
 
@@ -252,6 +254,21 @@ round_to_f16 = _operation(types.float32, (types.float32,), lambda b, v: b.fpext(
 
 f16_of_float = _operation(types.int16, (types.float32,), lambda b, v: b.bitcast(b.fptrunc(v, _F16), _I16))
 float_of_f16 = _operation(types.float32, (types.int16,), lambda b, v: b.fpext(b.bitcast(v, _F16), _F32))
+
+
+def stack_room(size: int) -> Any:
+    """Make a compiled function without arguments that returns the address of ``size`` bytes on the caller's stack.
+
+    Memory of an array does not do: Numba frees an array after its last use by name, and does not see that its address
+    is still in use.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(_I8, size))
+        room.align = 64
+        return builder.ptrtoint(room, _I64)
+
+    return intrinsic(lambda typing: (types.int64(), code))
 
 
 def _operator(symbol: Any, lane_type: _LaneType, result: _LaneType, emit: Emit) -> None:

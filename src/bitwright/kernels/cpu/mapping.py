@@ -24,17 +24,19 @@ from .lanes import (
     peek_i64,
     splat,
     splat_int,
+    stack_room,
     store_i32,
     store_mask,
     to_float,
 )
-from .walking import address_of, block_of_row, copy, element_bytes, first_part, next_part, staged
+from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, staged, vector_room
 
 __all__ = ["CODES", "FAKE", "VALUES", "last_step", "map_flat", "map_part", "map_rows", "mask_part", "spread", "step"]
 
 FAKE, CODES, VALUES = 0, 1, 2
 _TILE = 32 * LANES
-_VECTOR = 4 * LANES
+
+tile_room = stack_room(3 * 4 * (_TILE + LANES))
 
 
 @inlined
@@ -64,7 +66,7 @@ def last_step(
 ) -> None:  # fmt: skip
     """``step`` for fewer than sixteen elements; ``buffer`` has room for two vectors."""
     source = staged(x, buffer, count * element_bytes(in_dtype))
-    target = buffer + _VECTOR
+    target = buffer + VECTOR
     step(
         op, source, in_dtype, target, out_dtype, mask,
         scale, offset, origin, low, high, integer, smallest, anchor,
@@ -165,8 +167,7 @@ def map_flat(
     low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
     nothing = splat(np.float32(0))
     fixed = low if origins != 0 else nothing
-    tile = np.empty((3, _TILE + LANES), np.float32)
-    tile_scales = address_of(tile)
+    tile_scales = tile_room()
     tile_points = tile_scales + 4 * (_TILE + LANES)
     tile_origins = tile_points + 4 * (_TILE + LANES)
     for start in range(begin * LANES, last, _TILE):
@@ -217,8 +218,7 @@ def map_part(
         parts: see ``first_part``.
         control: see ``first_part``.
     """
-    buffer = np.empty((2, LANES), np.float32)
-    room = address_of(buffer)
+    room = vector_room()
     flat = peek_i64(table + 24)
     part = first_part(control)
     while part < parts:
@@ -248,8 +248,7 @@ def mask_part(
     """
     words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
-    buffer = np.empty((2, LANES), np.float32)
-    room = address_of(buffer)
+    room = vector_room()
     part = first_part(control)
     while part < parts:
         begin, end = total * part // parts, total * (part + 1) // parts
@@ -262,8 +261,8 @@ def mask_part(
             if count >= LANES:
                 store(out + at, load(gradient + at, dtype) * factors, dtype)
             else:
-                store(room + _VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
-                copy(room + _VECTOR, out + at, size * count)
+                store(room + VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
+                copy(room + VECTOR, out + at, size * count)
             first += LANES
             if first >= length:
                 first = 0

@@ -26,7 +26,7 @@ from .lanes import (
     splat_int,
     store_i32,
 )
-from .walking import address_of, block_of_row, copy, element_bytes, first_part, next_part, staged
+from .walking import block_of_row, copy, element_bytes, first_part, next_part, staged, vector_room
 
 __all__ = ["HIGHEST", "LOWEST", "accumulate", "extremes", "join_parts", "keys_of", "range_of_keys", "range_of_row"]
 
@@ -130,8 +130,7 @@ def accumulate(
         parts: see ``first_part``.
         control: see ``first_part``.
     """
-    buffer = np.empty(LANES, np.float32)
-    room = address_of(buffer)
+    room = vector_room()
     part = first_part(control)
     while part < parts:
         begin, end = groups * part // parts, groups * (part + 1) // parts
@@ -173,12 +172,11 @@ def join_parts(lows: int, highs: int, parts: int, blocks: int) -> None:
 @inlined
 def keys_of(x: int, dtype: int, table: int, lows: int, highs: int, blocks: int) -> None:
     """Order keys of the extremes of a whole tensor."""
-    buffer = np.empty(LANES, np.float32)
     for block in range(blocks):
         poke_i32(lows + 4 * block, np.int32(HIGHEST))
         poke_i32(highs + 4 * block, np.int32(LOWEST))
     words = peek_i64(table) * ((peek_i64(table + 8) + LANES - 1) // LANES)
-    widen(x, dtype, table, lows, highs, 0, words, address_of(buffer))
+    widen(x, dtype, table, lows, highs, 0, words, vector_room())
 
 
 @compiled

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from .compiling import inlined
-from .lanes import Scalar, fetch_add, peek_i16, peek_i64, poke_i16
+from .lanes import LANES, Scalar, fetch_add, peek_i16, peek_i64, poke_i16, stack_room
 
-__all__ = ["address_of", "block_of_row", "copy", "element_bytes", "first_part", "next_part", "staged"]
+__all__ = ["VECTOR", "block_of_row", "copy", "element_bytes", "first_part", "next_part", "staged", "vector_room"]
+
+
+# Bytes of a vector of float32, and room for two of them.
+VECTOR = 4 * LANES
+vector_room = stack_room(2 * VECTOR)
 
 
 @inlined
@@ -27,12 +28,6 @@ def block_of_row(table: int, row: int) -> Scalar:
         block += (row - quotient * size) * peek_i64(strides + 8 * place)
         row = quotient
     return block + row * peek_i64(strides)
-
-
-@inlined
-def address_of(array: Any) -> Scalar:
-    """Address of an array's first element, signed like every other address: Numba unites the two kinds as floats."""
-    return np.int64(array.ctypes.data)
 
 
 @inlined

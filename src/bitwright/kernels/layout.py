@@ -8,12 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from bitwright.kernels.grid import block_counts
+from .grid import block_counts
 
-from .lanes import LANES
+__all__ = ["LANES", "Layout", "dense", "layout_of"]
 
-__all__ = ["Layout", "layout_of"]
+# Elements that a CPU kernel handles at a time.
+LANES = 16
 
 _LONG_ROW = 16 * LANES
 
@@ -107,3 +109,17 @@ def layout_of(shape: tuple[int, ...], order: tuple[int, ...] | None, block_size:
     return Layout(
         counts, blocks, numel, rows, inner.size, per_element, flat, rowwise, disjoint, words, table, table.ctypes.data
     )
+
+
+def dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """Return the tensor without holes (copied if it has any), and its dimensions in the order of memory.
+
+    The order is None for a contiguous tensor.
+    """
+    if x.is_contiguous():
+        return x, None
+    strides = x.stride()
+    order = tuple(sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim)))
+    if x.permute(order).is_contiguous():
+        return x, order
+    return x.contiguous(), None
