@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import simulators as simulators
 from .activations import QuantizedActivation
 from .artifact import Artifact
 from .compress import compress_tensor, register_encoder

@@ -110,6 +110,7 @@ def palettized_tensor(
     vector_axis: int = 0,
     channel_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    mask_needed: bool = False,
 ) -> PalettizedTensor:
     """Pack indices into look-up tables.
 
@@ -120,6 +121,7 @@ def palettized_tensor(
         vector_axis: the dimension that vectors run along.
         channel_scale: one factor for each index of dimension 0, of the tables' dtype.
         mask: bool tensor of the decoded shape; as in ``quantized_tensor``. Not for vectors.
+        mask_needed: use the mask even if that is larger, because no table entry stands for zero.
     """
     vector_size = lut.shape[-1]
     shape = list(indices.shape)
@@ -133,7 +135,8 @@ def palettized_tensor(
         )  # fmt: skip
 
     chosen = layout(None)
-    if mask is not None and vector_size == 1 and (sparse := layout(int(mask.sum()))).nbytes < chosen.nbytes:
+    usable = mask is not None and vector_size == 1
+    if mask is not None and usable and ((sparse := layout(int(mask.sum()))).nbytes < chosen.nbytes or mask_needed):
         chosen = sparse
     else:
         mask = None

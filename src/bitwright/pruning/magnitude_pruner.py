@@ -14,6 +14,7 @@ from torch import nn
 from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
+from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
 from bitwright.planning import Placement
 from bitwright.planning.ops import default_weight_axes
@@ -21,6 +22,7 @@ from bitwright.planning.pruned import PruningTechnique
 
 from ._calibration import calibrate
 from ._collector import InputCollector
+from .channel_removal import ShrinkReport, shrink
 from .config import MagnitudePrunerConfig
 from .spec import PruneImplBase, PruningSpec
 from .spec.scheme import keep_largest
@@ -162,6 +164,33 @@ class MagnitudePruner(WeightCompressor):
                 yield self
             self._apply(places, collector)
             self._make_masks(target)
+
+    def shrink(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        model: nn.Module | None = None,
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> ShrinkReport:
+        """Make the masks permanent and remove channels of zeros, in place; see :func:`bitwright.pruning.shrink`.
+
+        The model is an ordinary one afterwards, which any compressor may prepare.
+
+        Args:
+            example_inputs: positional inputs of the model.
+            model: a prepared model; the one that ``prepare`` returned when None.
+            example_kwargs: keyword inputs of the model.
+
+        Raises:
+            RuntimeError: the model is not prepared, a mode is active, its forward raised, or the outputs would differ.
+        """
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(f"shrink() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        target = self._target(model, "shrink()")
+        report = shrink(target, example_inputs, example_kwargs=example_kwargs)
+        if not unique_simulators(target, CompressionSimulatorBase):
+            self._unmark_model(target)
+        return report
 
     def _apply(self, places: list[SimulatorPlace[PruneImplBase]], collector: InputCollector) -> None:
         if not collector.statistics:

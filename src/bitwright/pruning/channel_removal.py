@@ -1,0 +1,276 @@
+"""Physical removal of channels that pruning has made constant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from bitwright._utils.parametrization import clear_parametrization
+from bitwright._utils.weight_simulators import simulator_places
+from bitwright.planning.simulated_states import trace_weights
+from bitwright.program import preserved_state
+
+from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, Reader, Space, _widths
+from .spec import PruneImplBase
+
+__all__ = ["ShrinkReport", "shrink"]
+
+_TOLERANCE = 1e-4
+
+
+@dataclass(slots=True)
+class ShrinkReport:
+    """What :func:`shrink` did.
+
+    Attributes:
+        removed: by path of a layer, how many output channels it had and has.
+        kept: by path of a layer with output channels of zeros that had to stay, why.
+        parameters_before: entries of all parameters before.
+        parameters_after: entries of all parameters now.
+    """
+
+    removed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    parameters_before: int = 0
+    parameters_after: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{path}: {before} -> {after} channels" for path, (before, after) in self.removed.items()]
+        lines += [f"{path}: channels stay, because {reason}" for path, reason in self.kept.items()]
+        share = self.parameters_after / max(self.parameters_before, 1)
+        return "\n".join([*lines, f"{self.parameters_before:,} -> {self.parameters_after:,} parameters ({share:.1%})"])
+
+
+def shrink(
+    model: nn.Module, example_inputs: tuple[Any, ...] = (), *, example_kwargs: Mapping[str, Any] | None = None
+) -> ShrinkReport:
+    """Remove output channels whose weights are all zero, in place, with everything that belongs to them.
+
+    Such a channel is constant. What the layers that read it make of the constant goes into their bias, and the channel
+    goes from every tensor that has it: the layer itself, batch norms, depthwise convolutions, the readers, both
+    branches of a residual add. Channels stay where the graph does not allow it: at the output of the model, where ops
+    mix channels, where a constant other than zero meets padding.
+
+    Masks on weights that are not compressed otherwise are made permanent, and their simulators removed. The result is
+    compared with the model before on the example inputs in eval mode.
+
+    Args:
+        model: a module, pruned by :class:`~bitwright.pruning.MagnitudePruner` or otherwise.
+        example_inputs: positional inputs of the model.
+        example_kwargs: keyword inputs of the model.
+
+    Raises:
+        RuntimeError: the model's forward raised, or the outputs would not be the same; the model is as it was.
+    """
+    kwargs = dict(example_kwargs or {})
+    before = _run(model, example_inputs, kwargs)
+    report = ShrinkReport(parameters_before=_count(model))
+    with _restored_on_error(model) as undo:
+        _make_masks_permanent(model)
+        traced = trace_weights(model, example_inputs, kwargs)
+        calls = _count_calls(model, example_inputs, kwargs)
+        analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, calls)
+        cuts = [(space, removable) for space in analysis.spaces for removable in [_removable(space, report)]]
+        constants = _constants(model, [space for space, _ in cuts], example_inputs, kwargs)
+        cuts = [(space, _without_padded(space, removable, constants, report)) for space, removable in cuts]
+        for space, removable in cuts:
+            for reader in space.readers:
+                _fold(reader, removable, constants[reader.path])
+        for space, removable in cuts:
+            _cut(space, removable, report)
+        after = _run(model, example_inputs, kwargs)
+        _compare(before, after)
+        undo.clear()
+    report.parameters_after = _count(model)
+    return report
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    with preserved_state(model):
+        output = model(*args, **kwargs)
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _compare(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    for old, new in zip(before, after, strict=True):
+        scale = float(old.abs().max()) if old.numel() else 0.0
+        off = float((old - new).abs().max()) if old.numel() and old.is_floating_point() else 0.0
+        if off > _TOLERANCE * max(scale, 1.0):
+            raise RuntimeError(
+                f"Removing channels would change the output by {off:.3g} (largest value {scale:.3g}), so nothing was "
+                "removed. The model's forward depends on its channels in a way that the trace does not show."
+            )
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[list[tuple[nn.Module, dict[str, Any], type]]]:
+    """Yield a list that, unless emptied, is what every module is put back to."""
+    saved = [(module, _shallow_copy(module), type(module)) for module in model.modules()]
+    try:
+        yield saved
+    finally:
+        for module, state, cls in saved:
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
+
+def _shallow_copy(module: nn.Module) -> dict[str, Any]:
+    containers = ("_parameters", "_buffers", "_modules")
+    return {key: dict(value) if key in containers else value for key, value in module.__dict__.items()}
+
+
+def _make_masks_permanent(model: nn.Module) -> None:
+    for place in list(simulator_places(model, PruneImplBase)):
+        chain = place.chain
+        if len(chain) != 1:
+            continue
+        with torch.no_grad():
+            masked = place.simulator(place.original.detach())
+        clear_parametrization(place.module, place.attribute)
+        dense = getattr(place.module, place.attribute)
+        replaced = nn.Parameter(masked, dense.requires_grad) if isinstance(dense, nn.Parameter) else masked
+        setattr(place.module, place.attribute, replaced)
+
+
+def _cuttable_weight(path: str, layer: nn.Module) -> torch.Tensor | None:
+    if parametrize.is_parametrized(layer):
+        return None
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    return weight.detach()
+
+
+def _count_calls(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """Return how often each module runs; a module or weight with several names counts as one that must stay."""
+    calls: dict[str, int] = defaultdict(int)
+    handles = [
+        module.register_forward_hook(lambda *_, path=path: calls.__setitem__(path, calls[path] + 1))
+        for path, module in model.named_modules()
+    ]
+    try:
+        _run(model, args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    owners: dict[int, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(path)
+    for paths in owners.values():
+        if len(paths) > 1:
+            calls.update(dict.fromkeys(paths, 2))
+    return calls
+
+
+def _removable(space: Space, report: ShrinkReport) -> torch.Tensor:
+    """Return the channels of a space that all readers see as constants, bool ``[C]``."""
+    nothing = torch.zeros(space.size, dtype=torch.bool)
+    if not space.readers or space.fixed is not None:
+        reason = space.fixed or "nothing that is known reads them"
+        for path in space.writers:
+            report.kept[path] = reason
+        return nothing
+    removable = torch.stack([reader.constant.cpu() for reader in space.readers]).all(0)
+    if bool(removable.all()):
+        removable[0] = False  # a layer without channels is none
+    return removable
+
+
+def _constants(
+    model: nn.Module, spaces: list[Space], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return, by path of a reader, the value of each entry of its input at one place, ``[C · repeats]``."""
+    found: dict[str, torch.Tensor] = {}
+    readers = {reader.path: reader for space in spaces for reader in space.readers}
+
+    def note(reader: Reader) -> Any:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            source = inputs[0].detach()
+            found[reader.path] = source.movedim(reader.dim, -1).reshape(-1, source.shape[reader.dim])[0].clone()
+
+        return hook
+
+    handles = [reader.module.register_forward_pre_hook(note(reader)) for reader in readers.values()]
+    try:
+        _run(model, args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _without_padded(
+    space: Space, removable: torch.Tensor, constants: Mapping[str, torch.Tensor], report: ShrinkReport
+) -> torch.Tensor:
+    """Keep the channels whose constant is not zero where a reader pads, since its border sees zeros."""
+    for reader in space.readers:
+        padded = isinstance(reader.module, CONVS) and any(_widths(reader.module.padding))
+        if padded or isinstance(reader.module, TRANSPOSED):
+            values = constants[reader.path].cpu().view(space.size, reader.repeats)
+            blocked = removable & (values != 0).any(1)
+            if bool(blocked.any()):
+                removable = removable & ~blocked
+                for path in space.writers:
+                    report.kept[path] = f"{reader.path} pads, and some of them are constants other than zero"
+    return removable
+
+
+def _cut(space: Space, removable: torch.Tensor, report: ShrinkReport) -> None:
+    if not bool(removable.any()):
+        return
+    kept = (~removable).nonzero().flatten()
+    for tensor in space.tensors:
+        places = (kept.unsqueeze(1) * tensor.repeats + torch.arange(tensor.repeats)).flatten()
+        old: Any = getattr(tensor.module, tensor.attribute)
+        if old is None:
+            continue
+        new = old.detach().index_select(tensor.axis, places.to(old.device)).clone()
+        cut = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        setattr(tensor.module, tensor.attribute, cut)
+        _resize(tensor.module, tensor.attribute)
+    for path in space.writers:
+        report.removed[path] = (space.size, len(kept))
+
+
+def _fold(reader: Reader, removable: torch.Tensor, constant: torch.Tensor) -> None:
+    """Add to the bias of a reader what it makes of the channels that go."""
+    layer: Any = reader.module
+    places = removable.repeat_interleave(reader.repeats).to(constant.device)
+    values = torch.where(places, constant, 0.0)
+    if not bool(values.any()):
+        return
+    weight = layer.weight.detach()
+    shift = weight.flatten(2).sum(2) @ values if weight.ndim > 2 else weight @ values
+    if layer.bias is None:
+        layer.bias = nn.Parameter(torch.zeros_like(shift), layer.weight.requires_grad)
+    layer.bias = nn.Parameter(layer.bias.detach() + shift, layer.bias.requires_grad)
+
+
+def _resize(module: Any, attribute: str) -> None:
+    """Bring the sizes that a module remembers in line with its tensors."""
+    if attribute != "weight":
+        return
+    shape = module.weight.shape
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = shape
+    elif isinstance(module, TRANSPOSED):
+        module.in_channels, module.out_channels = shape[0], shape[1]
+    elif isinstance(module, CONVS):
+        depthwise = module.groups > 1
+        module.out_channels = shape[0]
+        module.in_channels = shape[0] if depthwise else shape[1]
+        module.groups = shape[0] if depthwise else 1
+    else:
+        module.num_features = shape[0]
