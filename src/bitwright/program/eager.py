@@ -26,15 +26,23 @@ def trace_eager(
     model: nn.Module,
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    on_op: Callable[[Op], None] | None = None,
 ) -> Program:
     """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
 
-    Each module is recorded at its first call only. The model, its statistics and the random state are as before.
+    The ops of each module are recorded at its first call only; of later calls the outputs, as ``repeats``. The model,
+    its statistics and the random state are as before.
+
+    Args:
+        model: the model.
+        example_inputs: positional inputs.
+        example_kwargs: keyword inputs.
+        on_op: called with every recorded op while it runs.
 
     Raises:
         RuntimeError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
-    tracer = _Tracer(model)
+    tracer = _Tracer(model, on_op)
     kwargs = dict(example_kwargs or {})
     with preserved_state(model):
         undo = tracer.install()
@@ -68,8 +76,9 @@ class _Frame:
 class _Tracer:
     """Records ops and values while the model runs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_op: Callable[[Op], None] | None = None) -> None:
         self.model = model
+        self.on_op = on_op
         self.states = collect_states(model)
         self.by_tensor: dict[int, StateTensor] = {id(state.tensor): state for state in self.states.values()}
         self.paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
@@ -102,9 +111,12 @@ class _Tracer:
         return frame
 
     def leave(self, frame: _Frame, output: Any) -> None:
-        if frame.recording:
-            for index, leaf in enumerate(tree_leaves(output)):
-                frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
+        if not frame.recording and (not self.frames or not self.frames[-1].recording):
+            return
+        if not frame.recording:
+            self.calls[frame.path].repeats.append(frame.call)
+        for index, leaf in enumerate(tree_leaves(output)):
+            frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
 
     def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any) -> Any:
         """Run ``func`` and record it; ``inputs`` are the values looked up before the call (it may work in place)."""
@@ -130,6 +142,8 @@ class _Tracer:
                 op.outputs.append(value)
         self.ops.append(op)
         frame.call.ops.append(op)
+        if self.on_op is not None:
+            self.on_op(op)
         return result
 
     def lookup(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,0 +1,1 @@
+"""Names that coreai-opt keeps here, for code written for it."""
