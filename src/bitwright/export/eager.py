@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from bitwright._utils.kept_layouts import keep_layout, mark_activation
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.packed import replace_weight
@@ -122,6 +123,7 @@ def _activation_module(simulator: FakeQuantizeImplBase) -> nn.Module:
 
 def place_weight(owner: nn.Module, attribute: str, tensor: CompressedTensor[Any], module: nn.Module | None) -> None:
     """Put a weight in its final form: under ``module``, or as the plain dense tensor."""
+    keep_layout(owner, attribute, tensor.layout)
     if module is not None:
         replace_weight(owner, attribute, module, tensor.dtype)
         return
@@ -134,7 +136,7 @@ def replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> Non
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in replacements:
-                module._modules[name] = replacements[child]
+                module._modules[name] = mark_activation(replacements[child])
 
 
 def _refuse_stateless(model: nn.Module, backend: ExportBackend) -> None:

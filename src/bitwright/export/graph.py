@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.kept_layouts import keep_layout
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionTargetTensor
@@ -128,7 +129,9 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
 
 def compressed(module: fx.GraphModule, weight: GraphWeight) -> CompressedTensor[Any]:
     """Return the compressed form of a graph's weight."""
-    return compress_tensor(state_of(module, weight.target), [weight.simulator], weight.target)
+    tensor = compress_tensor(state_of(module, weight.target), [weight.simulator], weight.target)
+    keep_layout(module, weight.target, tensor.layout)
+    return tensor
 
 
 def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: str | None) -> None:

@@ -1,0 +1,148 @@
+"""Elements and packed bits of every tensor of a model, whatever was done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from bitwright._utils.kept_layouts import kept_layouts, stands_for_activation
+from bitwright.artifact import PackedTensor, compress_tensor
+from bitwright.artifact.sites import weight_sites
+from bitwright.config.spec import CompressionSimulatorBase
+
+__all__ = ["StoredSize", "folded", "stored_sizes"]
+
+_COREML = "_COREML_/"
+_GRAPH_SUFFIXES = ("_quantized", "_scale", "_zero_point", "_minval")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """Size of one tensor.
+
+    Attributes:
+        name: dotted name in the float model.
+        elements: number of elements.
+        bits: bits that it takes in packed form.
+        compressed: whether it is stored otherwise than as it was.
+    """
+
+    name: str
+    elements: int
+    bits: int
+    compressed: bool
+
+    @property
+    def module(self) -> str:
+        """Path of the module that it belongs to."""
+        return self.name.rpartition(".")[0]
+
+
+def folded(model: nn.Module) -> nn.Module:
+    """Return a prepared graph with its batch norms folded, so that its weights are states; other models as they are."""
+    from bitwright.program.graph_module import TracedGraphModule
+    from bitwright.quantization._graph.finalize import folded_copy
+    from bitwright.quantization._graph.fold_insert import FOLDS
+
+    if isinstance(model, TracedGraphModule) and FOLDS in model._modules:
+        return folded_copy(model)
+    return model
+
+
+def stored_sizes(model: nn.Module) -> list[StoredSize]:
+    """Return the sizes of all parameters and persistent buffers of a model; what is shared counts once.
+
+    The model may be plain, prepared by any compressor, loaded from an artifact, or finalized for any backend.
+
+    Raises:
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+    """
+    model = folded(model)
+    found: dict[str, StoredSize] = {}
+    hidden: set[str] = set()
+    for name, layout in _layouts(model):
+        found[name] = StoredSize(name, layout.numel, 8 * layout.nbytes, True)
+    for path, attribute, _ in kept_layouts(model):
+        hidden |= _replaced_names(model, path, attribute)
+    seen: set[int] = set()
+    for name, tensor in _plain_state(model):
+        if name not in hidden and name not in found and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = StoredSize(name, tensor.numel(), 8 * tensor.element_size() * tensor.numel(), False)
+    return list(found.values())
+
+
+def _layouts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layout of every compressed weight by its first name."""
+    if isinstance(model, fx.GraphModule):
+        from bitwright.export.graph import GraphSimulators, state_of
+
+        done: set[str] = set()
+        for weight in GraphSimulators.of(model).weights:
+            if weight.target not in done:
+                done.add(weight.target)
+                tensor = compress_tensor(state_of(model, weight.target), [weight.simulator], weight.target)
+                yield weight.target, tensor.layout
+    for site in weight_sites(model):
+        yield site.name, compress_tensor(site.tensor, site.simulators, site.name).layout
+    shared: set[int] = set()
+    for path, module in model.named_modules():
+        for attribute, stack in module.parametrizations.items() if parametrize.is_parametrized(module) else ():
+            for entry in stack:
+                if isinstance(entry, PackedTensor) and id(entry) not in shared:
+                    shared.add(id(entry))
+                    yield _join(path, attribute), entry.layout
+    for path, attribute, layout in kept_layouts(model):
+        if id(layout) not in shared:
+            shared.add(id(layout))
+            yield _join(path, attribute), layout
+
+
+def _plain_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers that belong to the float model and are not compressed."""
+    for path, module in _float_modules(model, ""):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield _join(path, name), parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and not name.startswith(_COREML):
+                yield _join(path, name), buffer
+
+
+def _float_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is None or isinstance(child, CompressionSimulatorBase) or _is_activation(name, child):
+            continue
+        if isinstance(child, parametrize.ParametrizationList) and _is_compressed(child):
+            continue
+        yield from _float_modules(child, _join(path, name))
+
+
+def _is_activation(name: str, module: nn.Module) -> bool:
+    return stands_for_activation(module) or name.startswith("_mil_act_quant_")
+
+
+def _is_compressed(stack: parametrize.ParametrizationList) -> bool:
+    original = getattr(stack, "original", None)
+    emptied = original is not None and original.numel() == 0
+    return emptied or any(isinstance(entry, CompressionSimulatorBase) for entry in stack)
+
+
+def _replaced_names(model: nn.Module, path: str, attribute: str) -> set[str]:
+    """Names of what stands for a finalized weight, and of what finalizing a graph added to the root."""
+    names = {_join(path, attribute)}
+    if isinstance(model, fx.GraphModule):
+        base = attribute.replace(".", "_")
+        names |= {base + suffix for suffix in _GRAPH_SUFFIXES}
+        names |= {name for name in model._buffers if name.startswith("activation_post_process_")}
+    return names
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
