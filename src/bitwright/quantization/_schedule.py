@@ -1,39 +1,127 @@
-"""QAT schedules applied to simulators."""
+"""QAT schedules applied to a model: switches of simulators, their bits, and the mode of batch norms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["ScheduleDriver"]
+from ._bits import dtype_with_bits, set_dtype
+
+__all__ = ["ScheduleDriver", "batch_norms", "switch"]
 
 
 class ScheduleDriver:
-    """Switches the simulators of a model as their schedules say.
+    """Brings a model into the state that its schedules give for the current step.
 
     Args:
         schedules: schedule by the simulator's name in the prepared model (``named_modules`` name, the first alias).
+        by_module: schedule by module path in the original model, for batch norms.
     """
 
-    def __init__(self, schedules: Mapping[str, QATSchedule]) -> None:
+    def __init__(
+        self, schedules: Mapping[str, QATSchedule], by_module: Mapping[str, QATSchedule] | None = None
+    ) -> None:
         self._schedules = dict(schedules)
+        self._by_module = dict(by_module or {})
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._frozen: list[RemovableHandle] = []
         self.step_count = 0
 
     def __bool__(self) -> bool:
-        return bool(self._schedules)
+        return bool(self._schedules) or any(s.freeze_batch_norm is not None for s in self._by_module.values())
 
     def apply(self, model: nn.Module) -> None:
-        """Bring every scheduled simulator of ``model`` into the state for the current step."""
-        for name, simulator in model.named_modules():
-            schedule = self._schedules.get(name)
-            if schedule is None or not isinstance(simulator, FakeQuantizeImplBase):
-                continue
+        """Bring every scheduled simulator and batch norm of ``model`` into the state for the current step."""
+        for simulator, schedule in self._scheduled(model):
             state = schedule._compute_state(self.step_count)
             switch(simulator, observer=state.obs_on, fake_quant=state.fq_on)
+        self.apply_bits(model)
+        self._apply_batch_norms(model)
+
+    def apply_bits(self, model: nn.Module, *, rescale: bool = True) -> None:
+        """Give every scheduled simulator the bits of the current step."""
+        for name, simulator, schedule in self._named(model):
+            if schedule.least_bits:
+                final = self._dtypes.setdefault(name, simulator.dtype)
+                set_dtype(simulator, dtype_with_bits(final, schedule._bits_at(self.step_count)), rescale=rescale)
+
+    def finish_bits(self, model: nn.Module) -> list[str]:
+        """Give every simulator the bits of its spec; return the names of those that had others."""
+        changed = []
+        for name, simulator, _ in self._named(model):
+            final = self._dtypes.get(name, simulator.dtype)
+            if simulator.dtype != final:
+                changed.append(name)
+                set_dtype(simulator, final)
+        return changed
+
+    def release(self) -> None:
+        """Let batch norms follow the mode of the model again."""
+        for handle in self._frozen:
+            handle.remove()
+        self._frozen.clear()
+
+    def _named(self, model: nn.Module) -> Iterator[tuple[str, FakeQuantizeImplBase, QATSchedule]]:
+        for name, simulator in model.named_modules():
+            schedule = self._schedules.get(name)
+            if schedule is not None and isinstance(simulator, FakeQuantizeImplBase):
+                yield name, simulator, schedule
+
+    def _scheduled(self, model: nn.Module) -> Iterator[tuple[FakeQuantizeImplBase, QATSchedule]]:
+        for _, simulator, schedule in self._named(model):
+            yield simulator, schedule
+
+    def _apply_batch_norms(self, model: nn.Module) -> None:
+        due = [
+            path
+            for path, schedule in self._by_module.items()
+            if schedule.freeze_batch_norm is not None and self.step_count >= schedule.freeze_batch_norm
+        ]
+        if not due or self._frozen:
+            return
+        for path, module in batch_norms(model):
+            if path in due:
+                hook = _StayInEvaluation()
+                handle = module.register_forward_pre_hook(hook)
+                hook.handle_id = handle.id
+                self._frozen.append(handle)
+
+
+class _StayInEvaluation:
+    """A hook that keeps a module in evaluation mode, whatever ``model.train()`` says."""
+
+    handle_id: int = -1
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            module.train(False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        RemovableHandle.next_id = max(RemovableHandle.next_id, self.handle_id + 1)
+
+
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that use a batch norm's running statistics, with the batch norm's path in the original model."""
+    if isinstance(model, fx.GraphModule):
+        for node in model.graph.nodes:
+            if node.op != "call_module":
+                continue
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and str(source.target).rpartition(".")[2] == "running_var":
+                    yield str(source.target).rpartition(".")[0], model.get_submodule(str(node.target))
+                    break
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield path, module
 
 
 def switch(simulator: FakeQuantizeImplBase, *, observer: bool, fake_quant: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _module_mode
 from bitwright.common import ExportBackend
@@ -17,6 +19,8 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.errors import ConfigMatchWarning, PlanError
 from bitwright.planning import Plan, Problem, Severity
 
+from . import _checkpoint
+from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
 from ._validate import check_config
@@ -118,7 +122,9 @@ class Quantizer(_BaseModelCompressor):
         _report(plan.problems, strict)
         self._model = self._engine.insert(example, plan)
         self._plan = plan
-        self._schedules = ScheduleDriver(self._schedules_by_simulator())
+        rules = resolve_module_rules(self._config, self._engine.model)
+        by_module = {path: rule.config.qat_schedule for path, rule in rules.items() if rule.config.qat_schedule}
+        self._schedules = ScheduleDriver(self._schedules_by_simulator(rules), by_module)
         self._mark_model_as_prepared(self._model)
         return self._model
 
@@ -130,6 +136,9 @@ class Quantizer(_BaseModelCompressor):
     @contextmanager
     def calibration_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Collect ranges inside the ``with`` block: eval mode, observers on, activations not quantized.
+
+        With ``torch.distributed`` initialised, what the processes saw is merged on leaving the block, which all of
+        them must do: each then holds what one process would that had seen all batches, batch ``i`` of all joined.
 
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.
@@ -144,13 +153,16 @@ class Quantizer(_BaseModelCompressor):
                 weight = simulator.quantization_target == CompressionTargetTensor.WEIGHT
                 switch(simulator, observer=True, fake_quant=weight)
             try:
-                yield self
+                with merged_statistics(_simulators(target)):
+                    yield self
             finally:
                 _rest(target)
 
     @contextmanager
     def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Train with fake quantization inside the ``with`` block; schedules decide where the config has any.
+
+        With ``torch.distributed`` initialised, observed ranges are those of the batches of all processes joined.
 
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.
@@ -166,8 +178,10 @@ class Quantizer(_BaseModelCompressor):
             self._training_model = target
             self._schedules.apply(target)
             try:
-                yield self
+                with synchronized_observers(_simulators(target)):
+                    yield self
             finally:
+                self._schedules.release()
                 _rest(target)
 
     def step(self) -> None:
@@ -182,6 +196,68 @@ class Quantizer(_BaseModelCompressor):
             warnings.warn("step() has no effect: no part of the config has a qat_schedule.", stacklevel=2)
         self._schedules.step_count += 1
         self._schedules.apply(self._training_model)
+
+    def step_with(self, *optimizers: torch.optim.Optimizer) -> Sequence[RemovableHandle]:
+        """Call :meth:`step` after every step of the optimizers that is taken inside ``training_mode``.
+
+        Args:
+            *optimizers: usually one; several that step in turn count each step.
+
+        Returns:
+            Handles whose ``remove()`` ends it.
+        """
+
+        def advance(*_: Any) -> None:
+            if self._lifecycle is _Lifecycle.TRAINING and self._schedules:
+                self.step()
+
+        return [optimizer.register_step_post_hook(advance) for optimizer in optimizers]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Self]:
+        """Evaluate in the middle of ``training_mode``: eval mode, observers off, fake quantization as scheduled.
+
+        Raises:
+            RuntimeError: outside ``training_mode``.
+        """
+        if self._lifecycle is not _Lifecycle.TRAINING:
+            raise RuntimeError("evaluating() only has a meaning inside `with quantizer.training_mode():`.")
+        simulators = _simulators(self._training_model)
+        observing = [simulator for simulator in simulators if simulator._observer_on]
+        with _module_mode(self._training_model, training=False):
+            for simulator in observing:
+                simulator.disable_observer()
+            try:
+                yield self
+            finally:
+                for simulator in observing:
+                    simulator.enable_observer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside the model's and the optimizer's ``state_dict``.
+
+        Numbers, strings and tensors only, so ``torch.load(..., weights_only=True)`` reads it.
+
+        Raises:
+            RuntimeError: the model is not prepared.
+        """
+        self._require_prepared(self._model)
+        return _checkpoint.save(self._model, self._schedules, self._calibrated)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state_dict`` was called; load the prepared model's own ``state_dict`` as well.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            RuntimeError: the model is not prepared, or a mode is active.
+            ValueError: the state is of another model or another version.
+        """
+        self._require_prepared(self._model)
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(f"load_state_dict() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        self._calibrated = _checkpoint.load(self._model, self._schedules, state)
 
     def enable_observer(self, module: nn.Module | None = None) -> None:
         """Turn observers on, in the whole model or in one of its modules.
@@ -231,6 +307,13 @@ class Quantizer(_BaseModelCompressor):
             raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
         target = self._target(model)
         chosen = ExportBackend(backend)
+        unfinished = self._schedules.finish_bits(target)
+        if unfinished:
+            warnings.warn(
+                f"The qat_schedule had not come to the end of least_bits at step {self._schedules.step_count}; "
+                f"{len(unfinished)} simulators ({unfinished[0]} ...) were trained with more bits than their spec has.",
+                stacklevel=2,
+            )
         if mmap_dir is not None and chosen != ExportBackend.CoreAI:
             raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
         return self._engine.finalize(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
@@ -252,8 +335,7 @@ class Quantizer(_BaseModelCompressor):
                 calculator: Any = simulator.qparams_calculator
                 calculator.reset_statistics()
 
-    def _schedules_by_simulator(self) -> dict[str, Any]:
-        rules = resolve_module_rules(self._config, self._engine.model)
+    def _schedules_by_simulator(self, rules: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: rules[path].config.qat_schedule for name, path in self._engine.module_paths().items()}
         return {name: schedule for name, schedule in found.items() if schedule is not None}
 

@@ -75,7 +75,12 @@ def test_lsq_gradients_are_those_of_the_definition(granularity, dtype, target):
 def test_lsq_plus_gradients_are_those_of_the_definition(granularity, dtype, formulation):
     """Scale and offset by float64 autograd of LSQ+ eq. 3; with integer zero points at the rounded offset."""
     fq = make(
-        "lsq_plus", "activation", GRANULARITIES[granularity], dtype=dtype, qscheme="asymmetric", qformulation=formulation
+        "lsq_plus",
+        "activation",
+        GRANULARITIES[granularity],
+        dtype=dtype,
+        qscheme="asymmetric",
+        qformulation=formulation,
     )
     fq(tensor() + 0.4)
     calculator = fq.qparams_calculator

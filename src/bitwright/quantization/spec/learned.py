@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +50,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         ValueError: the dtype is a float format.
     """
 
-    _LEARNED: ClassVar[tuple[str, ...]] = ("scale",)
+    _LEARNED: tuple[str, ...] = ("scale",)
 
     #: Registry key of the fake quantizer that trains the parameters; the factory takes it in place of ``"default"``.
     fake_quantize_key: ClassVar[str] = "lsq"
@@ -68,6 +68,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
                 self.register_parameter(name, nn.Parameter(torch.empty(0)))
         self._statistics: _Statistics | None = None
         self._restart = True
+        #: Joins the statistics of a tensor with those of other processes; set while training in several.
+        self._exchange: Callable[[_Statistics], _Statistics] | None = None
         self._derived: tuple[Any, QParams] | None = None
 
     @abstractmethod
@@ -93,6 +95,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         if not self._initialized:
             self._compute_dtype_for_export = tensor.dtype
         new = self._measure(tensor)
+        new = new if self._exchange is None else self._exchange(new)
         known = self._statistics
         if known is not None and known.low.shape != new.low.shape:
             known = None
@@ -163,8 +166,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         self._start_from(self._statistics)
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
-        return {**state, "_derived": None}
+        return {**self.__dict__, "_derived": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -63,6 +64,8 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         self._grid = Grid(spec.dtype, spec.quant_min, spec.quant_max, spec.qformulation.value)
         self._histogram: Histogram | None = None
         self._counts: tuple[int, ...] = ()
+        #: Joins a histogram with those of other processes; set while training in several.
+        self._exchange: Callable[[Histogram], Histogram] | None = None
 
     @abstractmethod
     def _search(self, histogram: Histogram, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +76,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
             blocks: the elements ``[blocks, elements]``, if the histogram is of them alone.
         """
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generate_min_max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         block_size = self._block_size(x.shape)
         view, inner, _, counts = block_view_shape(tuple(x.shape), block_size)
@@ -84,6 +87,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         if self.quantization_target == CompressionTargetTensor.WEIGHT:
             low, high = self._search(new, blocks)
         else:
+            new = new if self._exchange is None else self._exchange(new)
             self._histogram = new if self._histogram is None else self._histogram.merged(new)
             low, high = self._search(self._histogram, None)
         self._counts = counts
@@ -268,7 +272,8 @@ class HistogramRangeCalculator(DistributionRangeCalculatorBase):
         levels = max(1, codes // 2)
         used = int(counts.nonzero().max()) + 1 if counts.any() else half
         first = min(max(levels, used // 128), used)
-        tries = torch.linspace(first, used, min(128, used - first + 1)).round().long().unique().tolist()
+        tries = torch.linspace(first, used, min(128, used - first + 1)).round().long().tolist()
+        tries = sorted(set(tries))
         divergences = [_divergence(counts.double(), kept, levels) for kept in tries]
         best = min(range(len(tries)), key=lambda i: divergences[i])
         return torch.tensor(float(tries[best]), dtype=torch.float64, device=counts.device)

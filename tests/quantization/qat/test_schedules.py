@@ -1,0 +1,212 @@
+"""Schedules over steps, and the state that a checkpoint needs: a resumed run is the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn import functional as F
+
+from bitwright.quantization import Quantizer
+from bitwright.quantization.config import QATSchedule
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .networks import MODES, ConvNet, images, make_config
+
+KINDS = ("plain", "lsq", "percentile")
+SCHEDULE = QATSchedule(enable_fake_quant=2, disable_observer=6, freeze_batch_norm=4, least_bits={0: 8, 3: 6, 5: 1})
+
+
+def simulators(model):
+    return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
+
+
+def start(mode, kind, schedule=SCHEDULE):
+    torch.manual_seed(0)
+    quantizer = Quantizer(ConvNet(), make_config(mode, kind, schedule))
+    prepared = quantizer.prepare((images()[0],))
+    optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)
+    return quantizer, prepared, optimizer
+
+
+def train(quantizer, prepared, optimizer, steps):
+    quantizer.step_with(optimizer) if not getattr(optimizer, "_attached", False) else None
+    optimizer._attached = True
+    with quantizer.training_mode():
+        for step in steps:
+            x, y = images(step)
+            optimizer.zero_grad()
+            F.cross_entropy(prepared(x), y).backward()
+            optimizer.step()
+
+
+def everything(prepared):
+    return {name: value for name, value in prepared.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def assert_identical(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def save(quantizer, prepared, optimizer):
+    return {"quantizer": quantizer.state_dict(), "model": prepared.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def restore(state, mode, kind):
+    quantizer, prepared, optimizer = start(mode, kind)
+    prepared.load_state_dict(state["model"])
+    quantizer.load_state_dict(state["quantizer"])
+    optimizer.load_state_dict(state["optimizer"])
+    return quantizer, prepared, optimizer
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_a_resumed_run_is_the_uninterrupted_one(mode, kind, stop):
+    """Saved to disk in the middle of the schedule, loaded into fresh objects, trained on: equal in every bit."""
+    whole = start(mode, kind)
+    train(*whole, range(9))
+    part = start(mode, kind)
+    train(*part, range(stop))
+    file = io.BytesIO()
+    torch.save(save(*part), file)
+    file.seek(0)
+    resumed = restore(torch.load(file, weights_only=True), mode, kind)
+    train(*resumed, range(stop, 9))
+    assert_identical(everything(whole[1]), everything(resumed[1]))
+    x = images(99)[0]
+    assert torch.equal(whole[1].eval()(x), resumed[1].eval()(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_follow_the_steps(mode):
+    """8 bits, 6 bits, then those of the spec; ranges stay; finalize ends the schedule with a warning."""
+    quantizer, prepared, optimizer = start(mode, "plain")
+    quantizer.step_with(optimizer)
+    seen = []
+    with quantizer.training_mode():
+        for step in range(6):
+            seen.append({simulator.n_bits for simulator in simulators(prepared)})
+            x, y = images(step)
+            F.cross_entropy(prepared(x), y).backward()
+            optimizer.step()
+            if step == 2:
+                middle = [(s.calculate_qparams()[0].clone(), s.quant_max - s.quant_min) for s in simulators(prepared)]
+    assert seen == [{8}, {8}, {8}, {6}, {6}, {4}]
+    assert {span for _, span in middle} == {63}
+    quantizer, prepared, _ = start(mode, "plain", QATSchedule(least_bits={0: 8, 100: 1}))
+    with quantizer.training_mode():
+        prepared(images()[0])
+    wide = [(s.calculate_qparams()[0] * 255).clone() for s in simulators(prepared)]
+    with pytest.warns(UserWarning, match="least_bits at step 0"):
+        finalized = quantizer.finalize(backend="_torch")
+    for simulator, span in zip(simulators(prepared), wide, strict=True):
+        assert simulator.n_bits == 4
+        torch.testing.assert_close(simulator.calculate_qparams()[0] * 15, span)
+    assert finalized.eval()(images()[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_norms_freeze(mode):
+    """From its step on the running statistics stay, whatever the loop calls train() for; later they are free again."""
+    quantizer, prepared, _ = start(mode, "plain", QATSchedule(freeze_batch_norm=1))
+    mean = lambda: next(v.clone() for n, v in prepared.state_dict().items() if n.endswith("running_mean"))  # noqa: E731
+    with quantizer.training_mode():
+        first = mean()
+        prepared(images(1)[0])
+        second = mean()
+        assert not torch.equal(first, second)
+        quantizer.step()
+        for seed in range(2):
+            prepared.train()
+            prepared(images(seed)[0])
+        assert torch.equal(second, mean())
+    prepared.train()
+    prepared(images(3)[0])
+    assert not torch.equal(second, mean())
+
+
+def test_evaluation_in_the_middle_observes_nothing():
+    """Inside evaluating() ranges and modes stay as they are."""
+    quantizer, prepared, _ = start("eager", "plain", None)
+    with quantizer.training_mode():
+        prepared(images()[0])
+        before = {n: v.clone() for n, v in everything(prepared).items()}
+        with quantizer.evaluating():
+            assert not prepared.training
+            prepared(images(1)[0] * 100)
+        assert_identical(before, everything(prepared))
+        assert prepared.training
+    with pytest.raises(RuntimeError, match="training_mode"), quantizer.evaluating():
+        pass
+
+
+def test_foreign_states_are_refused():
+    """Another version or another model is an error that changes nothing."""
+    quantizer, _, _ = start("eager", "plain")
+    with pytest.raises(ValueError, match="no state of a Quantizer"):
+        quantizer.load_state_dict({"step_count": 3})
+    other, _, _ = start("eager", "lsq")
+    state = other.state_dict()
+    state["progress"]["nowhere"] = [1, 0]
+    with pytest.raises(ValueError, match=r"does not belong.*nowhere|does not belong"):
+        quantizer.load_state_dict(state)
+    assert quantizer.state_dict()["step_count"] == 0
+
+
+def test_bad_schedules():
+    """Bits and steps outside their ranges are refused; the peer's fields and defaults are as they were."""
+    for bad in ({"least_bits": {0: 9}}, {"least_bits": {-1: 8}}, {"freeze_batch_norm": -1}):
+        with pytest.raises(ValidationError, match=next(iter(bad))):
+            QATSchedule(**bad)
+    assert QATSchedule().model_dump(exclude_none=True) == {"enable_observer": 0, "enable_fake_quant": 0}
+
+
+_WORKER = """
+import os, sys, torch
+sys.path.insert(0, {root!r})
+from tests.quantization.qat.test_schedules import restore, save, start, train, everything
+path, stop, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "kill"
+state = torch.load(path, weights_only=True) if os.path.exists(path) else None
+run = restore(state["run"], "eager", "lsq") if state else start("eager", "lsq")
+for step in range(state["step"] if state else 0, stop):
+    train(*run, [step])
+    torch.save({{"run": save(*run), "step": step + 1}}, path + ".new")
+    os.replace(path + ".new", path)
+    if kill and step == 4:
+        print("killable", flush=True)
+        while True:
+            pass
+torch.save(everything(run[1]), path + ".result")
+"""
+
+
+def test_kill_9_in_the_middle_of_a_run(tmp_path: Path):
+    """A process that is killed and started again ends with the bits of one that was left alone."""
+    root = str(Path(__file__).parents[3])
+    script = tmp_path / "worker.py"
+    script.write_text(_WORKER.format(root=root))
+    run = [sys.executable, str(script), str(tmp_path / "state")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*run, "8", "kill"], stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "killable"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run([*run, "8", "on"], check=True, env=environment, cwd=root)
+    whole = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "whole"), "8", "on"], check=True, env=environment, cwd=root
+    )
+    assert whole.returncode == 0
+    results = [torch.load(tmp_path / f"{name}.result", weights_only=True) for name in ("state", "whole")]
+    assert_identical(*results)
