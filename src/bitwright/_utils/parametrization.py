@@ -6,6 +6,7 @@ that stores the base class and rebuilds the parametrized one on loading.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +95,17 @@ def _quicken(module: nn.Module, name: str) -> None:
 def _make_picklable(module: nn.Module) -> None:
     cls: Any = type(module)
     cls.__reduce_ex__ = _reduce_parametrized
+    if "__deepcopy__" in vars(cls):  # torch's own, for a base class that has none
+        cls.__deepcopy__ = _deepcopy_parametrized
+
+
+def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module into a class of its own: finalizing a copy deletes attributes of its class."""
+    base: Any = type(self).__bases__[0]
+    replica = _new_instance(base)
+    memo[id(self)] = replica
+    _restore_parametrized(replica, copy.deepcopy(self.__dict__, memo))
+    return replica
 
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:

@@ -52,13 +52,13 @@ class Tensor:
     """A parameter or buffer with an axis that belongs to a space.
 
     Attributes:
-        module: its owner.
+        path: path of its owner.
         attribute: its name there; a bias may be missing.
         axis: the axis.
         repeats: entries along the axis for each channel.
     """
 
-    module: nn.Module
+    path: str
     attribute: str
     axis: int
     repeats: int = 1
@@ -196,7 +196,7 @@ class ChannelAnalysis:
         axis_in, axis_out = (0, 1) if isinstance(layer, TRANSPOSED) else (1, 0)
         if known is not None:
             space = known.space.root()
-            space.tensors.append(Tensor(layer, "weight", axis_in, known.repeats))
+            space.tensors.append(Tensor(path, "weight", axis_in, known.repeats))
             space.readers.append(Reader(path, layer, known.dim, known.repeats, known.constant))
         out = Space(weight.shape[axis_out])
         self._write(op, layer, out, axis_out, _zero_channels(weight, axis_out))
@@ -216,8 +216,8 @@ class ChannelAnalysis:
     def _write(self, op: Op, layer: nn.Module, space: Space, axis: int, constant: torch.Tensor) -> None:
         """Record that a layer puts out the channels of ``space``."""
         space.writers.append(op.module_path)
-        space.tensors.append(Tensor(layer, "weight", axis))
-        space.tensors.append(Tensor(layer, "bias", 0))
+        space.tensors.append(Tensor(op.module_path, "weight", axis))
+        space.tensors.append(Tensor(op.module_path, "bias", 0))
         self._spaces.append(space)
         output = op.outputs[0]
         dim = _input_dim(layer, output)
@@ -233,7 +233,7 @@ class ChannelAnalysis:
         space = known.space.root()
         for name in ("weight", "bias", "running_mean", "running_var"):
             if getattr(norm, name) is not None:
-                space.tensors.append(Tensor(norm, name, 0))
+                space.tensors.append(Tensor(op.module_path, name, 0))
         self._channels[id(op.outputs[0])] = known
 
     def _pass(self, source: Value, output: Value) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
 from bitwright.program import preserved_state
 
-from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, Reader, Space, _widths
+from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, Reader, Space, Tensor, _widths
 from .spec import PruneImplBase
 
 __all__ = ["ShrinkReport", "shrink"]
@@ -73,24 +73,43 @@ def shrink(
     kwargs = dict(example_kwargs or {})
     before = _run(model, example_inputs, kwargs)
     report = ShrinkReport(parameters_before=_count(model))
-    with _restored_on_error(model) as undo:
-        _make_masks_permanent(model)
-        traced = trace_weights(model, example_inputs, kwargs)
-        calls = _count_calls(model, example_inputs, kwargs)
-        analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, calls)
-        cuts = [(space, removable) for space in analysis.spaces for removable in [_removable(space, report)]]
-        constants = _constants(model, [space for space, _ in cuts], example_inputs, kwargs)
-        cuts = [(space, _without_padded(space, removable, constants, report)) for space, removable in cuts]
-        for space, removable in cuts:
-            for reader in space.readers:
-                _fold(reader, removable, constants[reader.path])
-        for space, removable in cuts:
-            _cut(space, removable, report)
-        after = _run(model, example_inputs, kwargs)
-        _compare(before, after)
-        undo.clear()
+    traced = trace_weights(model, example_inputs, kwargs)
+    analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, _count_calls(model, example_inputs, kwargs))
+    constants = _constants(model, analysis.spaces, example_inputs, kwargs)
+    cuts = [_Cut(space, _removable(space, constants, report)) for space in analysis.spaces]
+    trial = copy.deepcopy(model)
+    _apply(trial, cuts, constants)
+    _compare(before, _run(trial, example_inputs, kwargs))
+    del trial
+    _apply(model, cuts, constants)
+    report.removed = {
+        path: (cut.space.size, int((~cut.removable).sum()))
+        for cut in cuts
+        if bool(cut.removable.any())
+        for path in cut.space.writers
+    }
     report.parameters_after = _count(model)
     return report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """A space and the channels of it that go, bool ``[C]``."""
+
+    space: Space
+    removable: torch.Tensor
+
+
+def _apply(model: nn.Module, cuts: list[_Cut], constants: Mapping[str, torch.Tensor]) -> None:
+    """Make masks permanent, fold constants into biases, and cut tensors."""
+    _make_masks_permanent(model)
+    for cut in cuts:
+        for reader in cut.space.readers:
+            _fold(model.get_submodule(reader.path), reader, cut.removable, constants[reader.path])
+    for cut in cuts:
+        if bool(cut.removable.any()):
+            for tensor in cut.space.tensors:
+                _cut(model.get_submodule(tensor.path), tensor, (~cut.removable).nonzero().flatten())
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -114,24 +133,6 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@contextmanager
-def _restored_on_error(model: nn.Module) -> Iterator[list[tuple[nn.Module, dict[str, Any], type]]]:
-    """Yield a list that, unless emptied, is what every module is put back to."""
-    saved = [(module, _shallow_copy(module), type(module)) for module in model.modules()]
-    try:
-        yield saved
-    finally:
-        for module, state, cls in saved:
-            module.__class__ = cls
-            module.__dict__.clear()
-            module.__dict__.update(state)
-
-
-def _shallow_copy(module: nn.Module) -> dict[str, Any]:
-    containers = ("_parameters", "_buffers", "_modules")
-    return {key: dict(value) if key in containers else value for key, value in module.__dict__.items()}
-
-
 def _make_masks_permanent(model: nn.Module) -> None:
     for place in list(simulator_places(model, PruneImplBase)):
         chain = place.chain
@@ -146,8 +147,14 @@ def _make_masks_permanent(model: nn.Module) -> None:
 
 
 def _cuttable_weight(path: str, layer: nn.Module) -> torch.Tensor | None:
+    """Return a layer's weight with its masks applied; None if it is compressed otherwise."""
     if parametrize.is_parametrized(layer):
-        return None
+        parametrizations: Any = layer.parametrizations
+        chains = list(parametrizations.items())
+        if any(
+            name != "weight" or [type(s) for s in chain if not isinstance(s, PruneImplBase)] for name, chain in chains
+        ):
+            return None
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     return weight.detach()
 
@@ -174,18 +181,30 @@ def _count_calls(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return calls
 
 
-def _removable(space: Space, report: ShrinkReport) -> torch.Tensor:
-    """Return the channels of a space that all readers see as constants, bool ``[C]``."""
-    nothing = torch.zeros(space.size, dtype=torch.bool)
+def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: ShrinkReport) -> torch.Tensor:
+    """Return the channels of a space that all readers see as constants and can do without, bool ``[C]``."""
     if not space.readers or space.fixed is not None:
         reason = space.fixed or "nothing that is known reads them"
-        for path in space.writers:
-            report.kept[path] = reason
-        return nothing
+        report.kept.update(dict.fromkeys(space.writers, reason))
+        return torch.zeros(space.size, dtype=torch.bool)
     removable = torch.stack([reader.constant.cpu() for reader in space.readers]).all(0)
+    for reader in space.readers:
+        blocked = removable & _meets_padding(reader, constants[reader.path].cpu().view(space.size, -1))
+        if bool(blocked.any()):
+            removable = removable & ~blocked
+            reason = f"{reader.path} pads, and some of them are constants other than zero"
+            report.kept.update(dict.fromkeys(space.writers, reason))
     if bool(removable.all()):
         removable[0] = False  # a layer without channels is none
     return removable
+
+
+def _meets_padding(reader: Reader, values: torch.Tensor) -> torch.Tensor:
+    """Return which channels have a constant other than zero where a reader's border sees zeros, bool ``[C]``."""
+    padded = isinstance(reader.module, CONVS) and any(_widths(reader.module.padding))
+    if padded or isinstance(reader.module, TRANSPOSED):
+        return (values != 0).any(1)
+    return torch.zeros(len(values), dtype=torch.bool)
 
 
 def _constants(
@@ -211,42 +230,20 @@ def _constants(
     return found
 
 
-def _without_padded(
-    space: Space, removable: torch.Tensor, constants: Mapping[str, torch.Tensor], report: ShrinkReport
-) -> torch.Tensor:
-    """Keep the channels whose constant is not zero where a reader pads, since its border sees zeros."""
-    for reader in space.readers:
-        padded = isinstance(reader.module, CONVS) and any(_widths(reader.module.padding))
-        if padded or isinstance(reader.module, TRANSPOSED):
-            values = constants[reader.path].cpu().view(space.size, reader.repeats)
-            blocked = removable & (values != 0).any(1)
-            if bool(blocked.any()):
-                removable = removable & ~blocked
-                for path in space.writers:
-                    report.kept[path] = f"{reader.path} pads, and some of them are constants other than zero"
-    return removable
-
-
-def _cut(space: Space, removable: torch.Tensor, report: ShrinkReport) -> None:
-    if not bool(removable.any()):
+def _cut(module: Any, tensor: Tensor, kept: torch.Tensor) -> None:
+    """Keep some channels of a tensor."""
+    old = getattr(module, tensor.attribute)
+    if old is None:
         return
-    kept = (~removable).nonzero().flatten()
-    for tensor in space.tensors:
-        places = (kept.unsqueeze(1) * tensor.repeats + torch.arange(tensor.repeats)).flatten()
-        old: Any = getattr(tensor.module, tensor.attribute)
-        if old is None:
-            continue
-        new = old.detach().index_select(tensor.axis, places.to(old.device)).clone()
-        cut = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        setattr(tensor.module, tensor.attribute, cut)
-        _resize(tensor.module, tensor.attribute)
-    for path in space.writers:
-        report.removed[path] = (space.size, len(kept))
+    places = (kept.unsqueeze(1) * tensor.repeats + torch.arange(tensor.repeats)).flatten()
+    new = old.detach().index_select(tensor.axis, places.to(old.device)).clone()
+    setattr(module, tensor.attribute, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    if tensor.attribute == "weight":
+        _resize(module)
 
 
-def _fold(reader: Reader, removable: torch.Tensor, constant: torch.Tensor) -> None:
+def _fold(layer: Any, reader: Reader, removable: torch.Tensor, constant: torch.Tensor) -> None:
     """Add to the bias of a reader what it makes of the channels that go."""
-    layer: Any = reader.module
     places = removable.repeat_interleave(reader.repeats).to(constant.device)
     values = torch.where(places, constant, 0.0)
     if not bool(values.any()):
@@ -258,10 +255,8 @@ def _fold(reader: Reader, removable: torch.Tensor, constant: torch.Tensor) -> No
     layer.bias = nn.Parameter(layer.bias.detach() + shift, layer.bias.requires_grad)
 
 
-def _resize(module: Any, attribute: str) -> None:
-    """Bring the sizes that a module remembers in line with its tensors."""
-    if attribute != "weight":
-        return
+def _resize(module: Any) -> None:
+    """Bring the sizes that a module remembers in line with its weight."""
     shape = module.weight.shape
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = shape

@@ -1,0 +1,205 @@
+"""Physical removal of channels: the outputs stay, the tensors shrink, and what must stay stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.pruning import MagnitudePruner, PruningSpec, shrink
+from bitwright.pruning.spec import ChannelStructured
+
+from .networks import config_of
+
+
+def channel_pruned(model: nn.Module, example: tuple[torch.Tensor, ...], sparsity: float = 0.5) -> MagnitudePruner:
+    """A model in eval mode with lively norms, half of its output channels masked."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.normal_(module.bias)
+    model.eval()
+    spec = PruningSpec(target_sparsity=sparsity, pruning_scheme=ChannelStructured())
+    pruner = MagnitudePruner(model, config_of(spec))
+    pruner.prepare(example)
+    return pruner
+
+
+def check(model: nn.Module, *example: torch.Tensor):
+    pruner = channel_pruned(model, example)
+    before = model(*example)
+    report = pruner.shrink(example)
+    assert torch.allclose(model(*example), before, atol=1e-5)
+    assert not pruner._is_model_prepared(model)
+    assert not any("parametrizations" in name for name, _ in model.named_parameters())
+    assert report.parameters_after == sum(p.numel() for p in model.parameters())
+    return report
+
+
+def test_linear_layers():
+    """Constants of removed outputs, through an activation that is not zero at zero, go into the next bias."""
+    model = nn.Sequential(nn.Linear(10, 16), nn.Sigmoid(), nn.Linear(16, 12, bias=False), nn.GELU(), nn.Linear(12, 3))
+    report = check(model, torch.randn(5, 10))
+    assert report.removed == {"0": (16, 8), "2": (12, 6)}
+    assert "output of the model" in report.kept["4"]
+    assert (model[0].out_features, model[2].in_features, model[2].out_features, model[4].in_features) == (8, 8, 6, 6)
+    assert model[2].bias is not None
+
+
+def test_convolutions_norms_pools_and_flatten():
+    """Each channel is several columns of the linear layer after a flatten."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(24, 4),
+    )  # fmt: skip
+    report = check(model, torch.randn(5, 3, 8, 8))
+    assert report.removed == {"0": (8, 4), "3": (6, 3)}
+    assert model[1].num_features == 4
+    assert model[6].weight.shape == (4, 12)
+
+
+def test_a_constant_that_meets_padding_stays():
+    """Zeros around the image are not that constant; a channel that is exactly zero can go."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    report = check(model, torch.randn(2, 3, 8, 8))
+    assert report.removed == {"1": (4, 2)}
+    assert "1 pads" in report.kept["0"]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+    assert check(model, torch.randn(2, 3, 8, 8)).removed == {"0": (8, 4)}
+
+
+class Residual(nn.Module):
+    """Two branches that meet, a depthwise convolution, and a head behind average pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 1, bias=False)
+        self.branch = nn.Conv2d(8, 8, 1)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + torch.relu(self.branch(x))
+        x = self.norm(self.depthwise(x))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def test_branches_of_a_residual_go_together():
+    """Only channels that nobody needs go: constant where the branch reads them, and where the head does."""
+    model = Residual()
+    with torch.no_grad():
+        model.stem.weight[:4] *= 0.01
+        model.branch.weight[2:6] *= 0.01
+        model.depthwise.weight[2:6] *= 0.01
+    report = check(model, torch.randn(3, 1, 6, 6))
+    assert report.removed["depthwise"] == (8, 6)
+    assert model.stem.out_channels == model.branch.out_channels == model.norm.num_features == 6
+    assert (model.depthwise.groups, model.depthwise.in_channels) == (6, 6)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv1d(2, 6, 1, bias=False)
+        self.up = nn.ConvTranspose1d(6, 4, 2, stride=2)
+        self.out = nn.Conv1d(4, 2, 1)
+
+    def forward(self, x):
+        return self.out(self.up(torch.relu(self.down(x))))
+
+
+def test_transposed_convolutions_have_inputs_first():
+    """Axis 0 of their weight is cut with the layer before, axis 1 with the layer after."""
+    model = Transposed()
+    report = check(model, torch.randn(2, 2, 5))
+    assert report.removed["down"] == (6, 3)
+    assert model.up.weight.shape[0] == 3
+
+
+class Mixing(nn.Module):
+    """Softmax over channels, a shared layer, and a layer whose output leaves the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.shared = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.softmax(self.first(x), -1)
+        return self.last(self.shared(torch.relu(self.shared(x))))
+
+
+def test_channels_stay_where_the_graph_does_not_allow_it():
+    """With the reason by layer; nothing changes."""
+    model = Mixing()
+    report = check(model, torch.randn(3, 4))
+    assert report.removed == {}
+    assert "softmax" in report.kept["first"]
+    assert report.parameters_before == report.parameters_after
+    assert "softmax" in str(report)
+
+
+def test_a_layer_keeps_at_least_one_channel():
+    """Even if all are masked."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    before = model(torch.ones(1, 4))
+    report = shrink(model, (torch.ones(1, 4),))
+    assert report.removed == {"0": (6, 1)}
+    assert torch.allclose(model(torch.ones(1, 4)), before, atol=1e-6)
+
+
+class Stubborn(nn.Module):
+    """Insists on its width in plain Python, which no trace shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if x.shape[-1] != 8:
+            raise ValueError("eight, please")
+        return self.last(x)
+
+
+class Deceptive(Stubborn):
+    """Computes something else at another width."""
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(x) * x.shape[-1]
+
+
+@pytest.mark.parametrize(("model", "error"), [(Stubborn(), ValueError), (Deceptive(), RuntimeError)])
+def test_a_failure_leaves_the_model_as_it_was(model, error):
+    """Masks are on, widths are old, outputs are the same."""
+    example = (torch.randn(3, 4),)
+    pruner = channel_pruned(model, example)
+    before = model(*example)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(error):
+        pruner.shrink(example)
+    assert pruner._is_model_prepared(model)
+    assert torch.equal(model(*example), before)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert model.first.out_features == 8
+
+
+def test_the_result_is_an_ordinary_model():
+    """It trains, and may be pruned again."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    example = (torch.randn(3, 6),)
+    channel_pruned(model, example).shrink(example)
+    model(*example).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    again = channel_pruned(model, example)
+    assert again.shrink(example).removed == {"0": (4, 2), "2": (2, 1)}
