@@ -109,7 +109,7 @@ class _StayInEvaluation:
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that use a batch norm's running statistics, with the batch norm's path in the original model."""
+    """Yield the modules that use a batch norm's running statistics, with its path in the original model."""
     if isinstance(model, fx.GraphModule):
         for node in model.graph.nodes:
             if node.op != "call_module":

@@ -213,6 +213,11 @@ class Quantizer(_BaseModelCompressor):
 
         return [optimizer.register_step_post_hook(advance) for optimizer in optimizers]
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a ``qat_schedule`` of the config applies to the prepared model."""
+        return bool(self._schedules)
+
     @contextmanager
     def evaluating(self) -> Iterator[Self]:
         """Evaluate in the middle of ``training_mode``: eval mode, observers off, fake quantization as scheduled.

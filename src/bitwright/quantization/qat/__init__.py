@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .distillation import DistillationLoss
 from .fake_quantize_config import (
     FakeQuantizeConfig,
     FakeQuantizeConfigBase,
@@ -11,6 +12,7 @@ from .fake_quantize_config import (
 from .intx import Float8QuantizationSpec, IntxQuantizationSpec
 
 __all__ = [
+    "DistillationLoss",
     "FakeQuantizeConfig",
     "FakeQuantizeConfigBase",
     "Float8FakeQuantizeConfig",

@@ -1,0 +1,72 @@
+"""Training mode that begins and ends in callbacks, not in a ``with`` block."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from bitwright.quantization import Quantizer
+
+__all__ = ["TrainingSession"]
+
+
+class TrainingSession:
+    """Holds a quantizer in training mode between ``begin`` and ``end``.
+
+    Args:
+        quantizer: a quantizer whose model is prepared.
+        model: the prepared model that is trained, None for the one that ``prepare`` returned.
+    """
+
+    def __init__(self, quantizer: Quantizer, model: nn.Module | None = None) -> None:
+        self.quantizer = quantizer
+        self.model = model
+        self._training = ExitStack()
+        self._evaluation = ExitStack()
+        self.active = False
+
+    def begin(self) -> None:
+        """Enter training mode, unless it is entered."""
+        if not self.active:
+            self._training.enter_context(self.quantizer.training_mode(self.model))
+            self.active = True
+
+    def end(self) -> None:
+        """Leave training mode."""
+        self.resume()
+        self._training.close()
+        self.active = False
+
+    def pause(self) -> None:
+        """Stop observing for an evaluation."""
+        if self.active and not self.paused:
+            self._evaluation.enter_context(self.quantizer.evaluating())
+
+    def resume(self) -> None:
+        """Observe again."""
+        self._evaluation.close()
+
+    @property
+    def paused(self) -> bool:
+        """Whether an evaluation is under way."""
+        return bool(self._evaluation._exit_callbacks)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Advance the schedules, if the config has any."""
+        if self.active and self.quantizer.has_schedule:
+            self.quantizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the quantizer's state."""
+        return self.quantizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the quantizer's state, also in the middle of training mode."""
+        active = self.active
+        if active:
+            self.end()
+        self.quantizer.load_state_dict(state)
+        if active:
+            self.begin()

@@ -1,0 +1,151 @@
+"""Training loops of other libraries drive schedules, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.quantization import Quantizer
+from bitwright.quantization.config import QATSchedule
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.quantization.qat.networks import make_config
+
+needs_trainer = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")),
+    reason="the Trainer needs transformers and accelerate",
+)
+needs_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
+
+
+class Net(nn.Module):
+    """A classifier with the signature of a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.out(F.relu(self.hidden(x)))
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def rows(scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 4, generator=generator) * scale, torch.randint(0, 3, (16,), generator=generator)
+    return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+
+
+def make():
+    torch.manual_seed(0)
+    schedule = QATSchedule(enable_fake_quant=2, disable_observer=5)
+    quantizer = Quantizer(Net(), make_config("eager", schedule=schedule))
+    return quantizer, quantizer.prepare((torch.randn(2, 4),))
+
+
+def largest(prepared):
+    found = [m.qparams_calculator for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
+    return max(c.running_max.max().item() for c in found if hasattr(c, "running_max"))
+
+
+@needs_trainer
+def test_transformers_trainer(tmp_path):
+    """Steps are counted per optimizer step, evaluation data is not observed, and a checkpoint resumes the count."""
+    from transformers import Trainer, TrainingArguments
+
+    from bitwright.integrations.transformers import QATCallback
+
+    def trainer(quantizer, prepared, folder, resume=None, steps=4):
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            eval_strategy="steps", eval_steps=1, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+            learning_rate=1e-2, save_safetensors=False,
+        ) if "save_safetensors" in TrainingArguments.__dataclass_fields__ else TrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            eval_strategy="steps", eval_steps=1, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+            learning_rate=1e-2,
+        )  # fmt: skip
+        return Trainer(
+            prepared, arguments, train_dataset=rows(), eval_dataset=rows(1e3), callbacks=[QATCallback(quantizer, resume)]
+        )
+
+    quantizer, prepared = make()
+    trainer(quantizer, prepared, tmp_path).train()
+    assert quantizer.state_dict()["step_count"] == 4
+    assert largest(prepared) < 100
+    again, fresh = make()
+    checkpoint = tmp_path / "checkpoint-2"
+    trainer(again, fresh, tmp_path / "again", checkpoint).train(resume_from_checkpoint=str(checkpoint))
+    assert again.state_dict() == quantizer.state_dict()
+    for (name, one), other in zip(prepared.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@needs_lightning
+def test_lightning(tmp_path):
+    """The same through a Lightning trainer, with its own checkpoints."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    from bitwright.integrations.lightning import QATCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self, prepared):
+            super().__init__()
+            self.prepared = prepared
+
+        def training_step(self, batch, index):
+            return self.prepared(**batch)["loss"]
+
+        def validation_step(self, batch, index):
+            self.prepared(batch["x"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def fit(quantizer, prepared, epochs, checkpoint=None):
+        trainer = pl.Trainer(
+            max_epochs=epochs, accumulate_grad_batches=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False, callbacks=[QATCallback(quantizer)],
+            default_root_dir=str(tmp_path),
+        )  # fmt: skip
+        loaders = DataLoader(rows(), batch_size=4), DataLoader(rows(1e3), batch_size=4)
+        trainer.fit(Module(prepared), *loaders, ckpt_path=checkpoint)
+        return trainer
+
+    quantizer, prepared = make()
+    trainer = fit(quantizer, prepared, 2)
+    assert quantizer.state_dict()["step_count"] == 4
+    assert largest(prepared) < 100
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    again, fresh = make()
+    fit(again, fresh, 3, str(path))
+    assert again.state_dict()["step_count"] == 6
+
+
+@pytest.mark.parametrize("name", ["transformers", "lightning"])
+def test_callbacks_by_hand(name):
+    """The hooks in the order of a run: modes, steps, evaluation pauses and state."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    module = importlib.import_module(f"bitwright.integrations.{name}")
+    quantizer, prepared = make()
+    session = module.QATCallback(quantizer)._session
+    session.begin()
+    prepared(torch.randn(4, 4))
+    session.step()
+    session.pause()
+    before = largest(prepared)
+    prepared(torch.randn(4, 4) * 1e4)
+    session.resume()
+    assert largest(prepared) == before
+    state = session.state_dict()
+    session.step()
+    session.load_state_dict(state)
+    assert session.active
+    session.end()
+    assert quantizer.state_dict()["step_count"] == 1
