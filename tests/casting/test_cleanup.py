@@ -95,18 +95,18 @@ def test_equal_casts_are_merged_but_not_the_authors_narrowing_ones() -> None:
         assert len(chain.clean()) == count
 
 
-def test_casts_are_made_once_and_behind_all_placeholders() -> None:
+def test_casts_are_made_once_in_front_of_the_first_reader() -> None:
     graph = Graph()
-    first, second = graph.placeholder("a"), graph.placeholder("b")
-    for node in (first, second):
-        node.meta["val"] = torch.empty(2)
-    graph.output((first, second))
+    source = graph.placeholder("a")
+    source.meta["val"] = torch.empty(2)
+    readers = [graph.call_function(ATEN.neg.default, (source,)) for _ in range(2)]
+    graph.output(tuple(readers))
     inserted: set[Node] = set()
     retyper = Retyper(graph, inserted)
-    cast = retyper.value(first, F16)
-    assert retyper.value(first, F16) is cast
-    assert retyper.value(first, F32) is first
-    assert [node.op for node in graph.nodes] == ["placeholder", "placeholder", "call_function", "output"]
+    cast = retyper.value(source, F16, readers[0])
+    assert retyper.value(source, F16, readers[1]) is cast
+    assert retyper.value(source, F32, readers[1]) is source
+    assert list(graph.nodes)[:4] == [source, cast, *readers]
     assert inserted == {cast}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,37 @@ def test_mutated_buffers_and_outputs_keep_one_signature(tmp_path: Path) -> None:
     assert torch.export.load(tmp_path / "m.pt2").graph_signature.buffers_to_mutate
 
 
+def test_signatures_of_submodules_survive() -> None:
+    """A program that keeps the calls of its submodules can still be taken apart by them."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.fc(x)
+            return torch.exp(y), y
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Part(), Part()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            p, q = self.a(x)
+            return self.b(p + q)[0]
+
+    model, x = Whole(), torch.randn(2, 4)
+    program = export(model, x, preserve_module_call_signature=("a", "b"))
+    cast_fp32_to_fp16(program, ATEN.exp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        apart = torch.export.unflatten(program)
+    assert sqnr(model(x).detach(), apart(x.half()).detach()) > 50
+    assert sqnr(model.a(x)[1].detach(), apart.a(x.half())[1].detach()) > 50
+
+
 def test_in_place_write_across_the_border_is_refused_before_any_change() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
@@ -339,7 +371,7 @@ class RandomGraph(nn.Module):
         return values[-1], values[1]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, len(_UNARY) + len(_BINARY) - 1), st.integers(0, 99), st.integers(0, 99)), max_size=8

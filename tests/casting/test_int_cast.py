@@ -234,7 +234,7 @@ INTEGER_OPS = (
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, len(INTEGER_OPS) - 1), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=7

@@ -128,7 +128,7 @@ class _GraphRewriter:
         output = self._module.graph.output_node()
         results, spec = pytree.tree_flatten(output.args)
         cast = [
-            self._retyper.value(result, dtype) if isinstance(result, Node) and dtype is not None else result
+            self._retyper.value(result, dtype, output) if isinstance(result, Node) and dtype is not None else result
             for result, dtype in zip(results, dtypes, strict=True)
         ]
         output.args = pytree.tree_unflatten(cast, spec)

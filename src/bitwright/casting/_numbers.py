@@ -10,6 +10,8 @@ import torch
 #: Finite magnitudes from here on stand for "infinity" in masks (``finfo(float32).min`` and the like).
 STANDS_FOR_INFINITY: Final = 1e38
 
+_PART: Final = 1 << 22
+
 
 def largest(dtype: torch.dtype) -> float:
     """Return the largest finite magnitude of ``dtype``."""
@@ -51,11 +53,11 @@ def narrow_scalar(value: float, dtype: torch.dtype) -> float:
 
 def fits_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether every entry of a float32 ``tensor`` keeps its meaning in ``dtype`` (see :func:`fits_scalar`)."""
-    if tensor.numel() == 0:
-        return True
-    magnitude = tensor.detach().abs()
-    beyond = (magnitude > largest(dtype)) & (magnitude < STANDS_FOR_INFINITY)
-    return not bool(beyond.any())
+    for part in _parts(tensor):
+        magnitude = part.abs()
+        if bool(((magnitude > largest(dtype)) & (magnitude < STANDS_FOR_INFINITY)).any()):
+            return False
+    return True
 
 
 def loses_precision(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -65,13 +67,18 @@ def loses_precision(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     one epsilon means that most of the tensor lies among the subnormal numbers or below, as small quantization
     scales do.
     """
-    exact = tensor.detach().double()
-    exact = exact[exact.isfinite()]
-    norm = float(exact.norm())
-    if norm == 0.0:
-        return False
-    error = float((exact.to(torch.float32).to(dtype).double() - exact).norm())
-    return math.isfinite(error) and error / norm > float(torch.finfo(dtype).eps)
+    energy = lost = 0.0
+    for part in _parts(tensor):
+        narrow = part.to(dtype).double()
+        exact = torch.where(narrow.isfinite(), part.double(), 0.0)
+        energy += float(exact.square().sum())
+        lost += float((torch.where(narrow.isfinite(), narrow, 0.0) - exact).square().sum())
+    return lost > energy * float(torch.finfo(dtype).eps) ** 2
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return ``tensor`` in pieces, so that checking a large one takes little memory."""
+    return torch.split(tensor.detach().reshape(-1), _PART)
 
 
 def narrow_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

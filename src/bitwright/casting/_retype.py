@@ -1,8 +1,10 @@
 """Dtypes of the values of a graph, changed one node at a time.
 
 Every value has one native dtype: that of the node which computes it. Who needs it in another dtype asks for a
-cast, which is made once, behind the producer, and shared. Because a consumer always asks by the *original*
-node, no cast of a cast arises, and neighbours that work in the same dtype are connected directly.
+cast, which is made once, in front of the first node that reads it, and shared. Because a reader always asks by the
+*original* node, no cast of a cast arises, and neighbours that work in the same dtype are connected directly.
+
+A cast belongs to the module of its reader, so that what a submodule returns does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ._cleanup import dtype_of
 
-_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
+_KEPT_META = ("stack_trace", "nn_module_stack")
 _STALE_META = ("tensor_meta", "example_value", "original_dtype")
 
 
@@ -41,13 +43,16 @@ class Retyper:
         """Return the dtype that ``node`` had before any change; None when its value is no tensor."""
         return self._original.get(node)
 
-    def value(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return a node that holds the value of ``node`` in ``dtype``: itself, or a cast behind it."""
+    def value(self, node: Node, dtype: torch.dtype, reader: Node) -> Node:
+        """Return a node that holds the value of ``node`` in ``dtype``: itself, or a cast.
+
+        Readers have to ask in the order of the graph.
+        """
         if dtype_of(node) == dtype:
             return node
         key = (node, dtype)
         if key not in self._casts:
-            self._casts[key] = self._insert_cast(node, dtype)
+            self._casts[key] = self._insert_cast(node, dtype, reader)
         return self._casts[key]
 
     def feed(self, node: Node, wanted: Callable[[Node], torch.dtype | None]) -> None:
@@ -55,7 +60,7 @@ class Retyper:
 
         def replace(argument: Node) -> Node:
             dtype = wanted(argument)
-            return argument if dtype is None else self.value(argument, dtype)
+            return argument if dtype is None else self.value(argument, dtype, node)
 
         node.args = torch.fx.map_arg(node.args, replace)
         node.kwargs = torch.fx.map_arg(node.kwargs, replace)
@@ -64,31 +69,25 @@ class Retyper:
         """Let every argument of ``node`` arrive in the dtype that it had before any change."""
         self.feed(node, self.original)
 
-    def _insert_cast(self, node: Node, dtype: torch.dtype) -> Node:
-        with self._graph.inserting_before(_place_after(node)):
+    def _insert_cast(self, node: Node, dtype: torch.dtype, reader: Node) -> Node:
+        with self._graph.inserting_before(reader):
             cast = self._graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-        cast.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        cast.meta = {key: reader.meta[key] for key in _KEPT_META if key in reader.meta}
+        if reader.op == "output" and "nn_module_stack" in node.meta:
+            cast.meta["nn_module_stack"] = dict(list(node.meta["nn_module_stack"].items())[:1])
         cast.meta["val"] = retyped(node.meta["val"], dtype)
         self._inserted.add(cast)
         return cast
-
-
-def _place_after(node: Node) -> Node:
-    """Return the first node before which a consumer of ``node`` may stand: placeholders come together at the top."""
-    place = node.next
-    while node.op == "placeholder" and place.op == "placeholder":
-        place = place.next
-    return place
 
 
 def insert_cast_after(
     graph: Graph, node: Node, dtype: torch.dtype, pass_inserted: set[Node] | None = None
 ) -> Node | None:
     """Put a cast behind ``node`` and let all its users read from it; None, and no change, when it has no users."""
-    users = list(node.users)
+    users = sorted(node.users)
     if not users:
         return None
-    cast = Retyper(graph, pass_inserted if pass_inserted is not None else set()).value(node, dtype)
+    cast = Retyper(graph, pass_inserted if pass_inserted is not None else set()).value(node, dtype, users[0])
     for user in users:
         user.replace_input_with(node, cast)
     return cast
