@@ -35,6 +35,10 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
         _use_live_weights(module)
 
     def undo() -> None:
+        chain: Any = module.parametrizations[name]  # type: ignore[index, union-attr]
+        if len(chain) > 1:
+            del chain._modules[str(len(chain) - 1)]
+            return
         clear_parametrization(module, name)
         for slots in (module._parameters, module._buffers):
             _reorder(slots, order)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from bitwright.common import CompressionType
 from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules, resolve_op_rule
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
@@ -14,25 +17,29 @@ from .eager_activations import request_activations
 from .ops import QUANTIZER_EAGER_OPS
 from .plan import Placement, Plan, PlanRow, Problem
 from .quantized import Resolution, quantized_bytes, resolve_activation, resolve_weight
+from .stacking import kinds_on, masked_bytes, stacking_problem
 from .states import StateDecision, decide_states
 from .unmatched import unmatched_problems
 
 __all__ = ["plan_eager_quantization"]
 
 
-def plan_eager_quantization(config: Any, model: nn.Module, program: Program) -> Plan:
+def plan_eager_quantization(
+    config: Any, model: nn.Module, program: Program, stacks: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+) -> Plan:
     """Apply a ``QuantizerConfig`` to a traced program.
 
     Args:
         config: the quantizer's configuration.
         model: the model that ``program`` was traced from; only its module tree is read.
         program: from :func:`bitwright.program.trace_eager`.
+        stacks: by canonical name of a weight, the simulators that stand on it already.
     """
     rules = resolve_module_rules(config, model)
     op_rules = OpRules(rules)
     builder = PlanBuilder("eager")
     for decision in decide_states(program, rules, op_rules).values():
-        builder.add_weight(decision)
+        builder.add_weight(decision, stacks.get(decision.state.name, ()))
     for site, spec, rule, path in request_activations(program, rules, op_rules):
         value = site.value
         resolution = resolve_activation(spec, value.shape, site.label, rule)
@@ -66,16 +73,12 @@ class PlanBuilder:
     def __init__(self, mode: str) -> None:
         self.plan = Plan(mode, [], [], [])
 
-    def add_weight(self, decision: StateDecision) -> None:
-        """Resolve what was decided about a state and add its row."""
-        state, spec = decision.state, decision.spec
+    def add_weight(self, decision: StateDecision, stack: Sequence[nn.Module] = ()) -> None:
+        """Resolve what was decided about a state, on which ``stack`` stands already, and add its row."""
+        state = decision.state
         if not decision.found and (state.tensor.ndim < 2 or not state.is_parameter):
             return  # biases and buffers that nobody asked about
-        resolution = (
-            resolve_weight(spec, state, decision.rule, by_module=decision.by_module)
-            if spec is not None
-            else Resolution(None)
-        )
+        resolution = _resolve(decision, stack)
         note = resolution.note
         if not decision.found:
             note = f"no key of op_state_spec names {' or '.join(map(repr, state.attributes))}"
@@ -84,6 +87,7 @@ class PlanBuilder:
         packed, group = dense, -1
         if resolution.spec is not None:
             packed = quantized_bytes(resolution.spec, shape, resolution.block_size, state.tensor.dtype)
+            packed += masked_bytes(stack, state.tensor.numel(), resolution.spec.n_bits)
             group = self._place(
                 Placement(
                     resolution.spec,
@@ -132,3 +136,14 @@ class PlanBuilder:
     def _note(self, resolution: Resolution) -> None:
         if resolution.problem is not None:
             self.plan.problems.append(resolution.problem)
+
+
+def _resolve(decision: StateDecision, stack: Sequence[nn.Module]) -> Resolution:
+    if decision.spec is None:
+        return Resolution(None)
+    problem = stacking_problem(decision.state.name, stack, CompressionType.QUANTIZATION, decision.rule)
+    if problem is None:
+        return resolve_weight(decision.spec, decision.state, decision.rule, by_module=decision.by_module)
+    if decision.by_module:  # asked for by name
+        return Resolution(None, problem=problem)
+    return Resolution(None, note=f"left alone: {', '.join(kinds_on(stack))} already stands on it")

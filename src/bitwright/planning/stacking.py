@@ -11,7 +11,7 @@ from bitwright.common import CompressionType
 
 from .plan import Problem, Severity
 
-__all__ = ["entry_size", "finite_range", "kinds_on", "stacking_problem", "stored_bytes"]
+__all__ = ["entry_size", "finite_range", "kinds_on", "masked_bytes", "stacking_problem", "stored_bytes"]
 
 _Q, _P, _S = CompressionType.QUANTIZATION, CompressionType.PALETTIZATION, CompressionType.PRUNING
 
@@ -73,6 +73,15 @@ def stored_bytes(numel: int, bits: float, sparsity: float | None, overhead: int 
     kept = numel if sparsity is None else numel - int(numel * sparsity)
     mask = 0 if sparsity is None else -(-numel // 8)
     return -(-int(kept * bits) // 8) + mask + overhead
+
+
+def masked_bytes(stack: Sequence[nn.Module], numel: int, n_bits: int) -> int:
+    """Return the change in packed bytes that a mask below quantized codes brings: the mask, less the removed codes."""
+    masks = [simulator.mask for simulator in stack if isinstance(getattr(simulator, "mask", None), torch.Tensor)]
+    if not masks or masks[-1].numel() != numel:
+        return 0
+    kept = int(torch.count_nonzero(masks[-1]))
+    return -(-numel // 8) + -(-kept * n_bits // 8) - -(-numel * n_bits // 8)
 
 
 def finite_range(tensor: torch.Tensor) -> tuple[float, float]:

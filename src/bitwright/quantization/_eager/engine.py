@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright._utils.parametrization import original_tensor
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.planning.eager import plan_eager_quantization
-from bitwright.program import preserved_state, trace_eager
+from bitwright.planning.simulated_states import trace_weights
+from bitwright.program import preserved_state
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization._schedule import switch
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -34,17 +34,19 @@ class EagerEngine(Engine):
                 "preserved_attributes has no effect in eager mode: the model keeps all its attributes.", stacklevel=4
             )
         self._paths: dict[str, str] = {}
+        self._stacks: Mapping[str, tuple[nn.Module, ...]] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
         if example.dynamic_shapes is not None or not example.no_grad:
             warnings.warn("dynamic_shapes and export_with_no_grad have no effect in eager mode.", stacklevel=4)
-        self.program = trace_eager(self.model, example.args, example.kwargs)
-        return plan_eager_quantization(self.config, self.model, self.program)
+        weights = trace_weights(self.model, example.args, example.kwargs)
+        self.program, self._stacks = weights.program, weights.stacks
+        return plan_eager_quantization(self.config, self.model, self.program, self._stacks)
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
         insertion = Insertion(self.model, self.program, plan)
         try:
-            _initialise(self.model, insertion, example)
+            _initialise(self.model, insertion, example, self._stacks)
         except Exception:
             insertion.revert()
             raise
@@ -70,7 +72,9 @@ class EagerEngine(Engine):
         return finalized
 
 
-def _initialise(model: nn.Module, insertion: Insertion, example: ExampleInputs) -> None:
+def _initialise(
+    model: nn.Module, insertion: Insertion, example: ExampleInputs, stacks: Mapping[str, tuple[nn.Module, ...]]
+) -> None:
     """Give every simulator parameters: weights from themselves, activations from one forward of the example inputs."""
     simulators = [simulator for simulator, _ in insertion.simulators]
     for simulator in simulators:
@@ -78,8 +82,10 @@ def _initialise(model: nn.Module, insertion: Insertion, example: ExampleInputs) 
     with preserved_state(model, writable=simulators):
         for simulator, placement in insertion.simulators:
             if placement.state is not None:
-                path, attribute = placement.state.owners[0]
-                simulator(original_tensor(model.get_submodule(path), attribute).detach())
+                weight = placement.state.tensor.detach()
+                for below in stacks.get(placement.state.name, ()):
+                    weight = below(weight)
+                simulator(weight)
         for simulator in simulators:
             if simulator.quantization_target == CompressionTargetTensor.WEIGHT:
                 simulator.disable_observer()
