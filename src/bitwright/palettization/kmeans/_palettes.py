@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from bitwright.palettization.clustering.result import ClusterResult
-from bitwright.palettization.clustering.scalar import cluster_scalar
+from bitwright.palettization.clustering import (
+    ClusterResult,
+    assign,
+    cluster_moments,
+    cluster_scalar,
+    cluster_vectors,
+    refit_to_quantized,
+)
 
 __all__ = ["find_palettes", "fit_to_quantized", "means_of_members", "nearest_entries"]
 
-
-def nearest_entries(vectors, luts):
-    return torch.stack([torch.cdist(v.float(), l.float()).argmin(1) for v, l in zip(vectors, luts)]).to(torch.uint8)
-
-
-def cluster_vectors(vectors, k, weights=None, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    c = torch.stack([v[torch.randperm(len(v), generator=g)[torch.arange(k) % len(v)]] for v in vectors]).float()
-    for _ in range(20):
-        i = nearest_entries(vectors, c)
-        c = means_of_members(vectors.float(), i, c, weights)
-    return ClusterResult(c, nearest_entries(vectors, c), c.sum((1, 2)))
-
-
-def fit_to_quantized(vectors, centroids, quantize, weights):
-    c = centroids.float()
-    for _ in range(5):
-        i = nearest_entries(vectors, quantize(c))
-        c = means_of_members(vectors.float(), i, c, weights)
-    return c, nearest_entries(vectors, quantize(c))
+Quantize = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_palettes(
     vectors: torch.Tensor, n_clusters: int, weights: torch.Tensor | None, *, fast: bool, seed: int
 ) -> ClusterResult:
-    """Return the palettes of ``[P, N, D]`` vectors that minimise the (weighted) squared error of each group."""
-    if vectors.shape[2] == 1:
-        importance = None if weights is None else weights.squeeze(2)
-        return cluster_scalar(vectors.squeeze(2), n_clusters, weights=importance, mode="fast" if fast else "exact")
-    return cluster_vectors(vectors, n_clusters, weights=weights, seed=seed)
+    """Return the palettes of ``[P, N, D]`` vectors that minimise the (weighted) squared error of each group.
+
+    Args:
+        vectors: floating point.
+        n_clusters: entries of a palette, K.
+        weights: importance of each entry, ``[P, N, D]``; None for all the same.
+        fast: cluster scalars from a histogram.
+        seed: of vector clustering.
+    """
+    if vectors.shape[2] > 1:
+        return cluster_vectors(vectors, n_clusters, weights=weights, seed=seed)
+    importance = None if weights is None else weights.squeeze(2)
+    mode = "fast" if fast else "exact"
+    return cluster_scalar(vectors.squeeze(2), n_clusters, weights=importance, mode=mode)  # type: ignore[arg-type]
+
+
+def fit_to_quantized(
+    vectors: torch.Tensor,
+    found: ClusterResult,
+    quantize: Quantize,
+    shares: Sequence[float],
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return palettes ``[P, K, D]`` whose quantized form serves the vectors best.
+
+    Args:
+        vectors: ``[P, N, D]``.
+        found: the palettes without quantization.
+        quantize: palettes to what they read after quantization, with scales made from them.
+        shares: parts of a palette's range that are tried; entries outside are clamped, which makes the scale smaller.
+        weights: as for :func:`find_palettes`.
+    """
+
+    def clamped(luts: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
+        flat = luts.flatten(1)
+        low, high = flat.amin(1).view(-1, 1, 1), flat.amax(1).view(-1, 1, 1)
+        return luts.clamp(low * share, high * share) if not isinstance(share, float) or share < 1 else luts
+
+    choices = [lambda luts, share=share: quantize(clamped(luts, share)) for share in shares]
+    refit = refit_to_quantized(vectors, found, choices, weights=weights)
+    chosen = torch.tensor(list(shares), dtype=torch.float64, device=refit.choice.device)[refit.choice]
+    return clamped(refit.centroids, chosen.view(-1, 1, 1))
+
+
+def nearest_entries(vectors: torch.Tensor, luts: torch.Tensor) -> torch.Tensor:
+    """Return the index of the nearest of ``[P, K, D]`` entries for each of ``[P, N, D]`` vectors, uint8 ``[P, N]``."""
+    return assign(vectors, luts)
 
 
 def means_of_members(
@@ -52,11 +83,7 @@ def means_of_members(
         centroids: ``[P, K, D]``.
         weights: importance of each entry, ``[P, N, D]`` or None.
     """
-    groups, entries, dim = centroids.shape
-    places = indices.long() + torch.arange(groups, device=indices.device).unsqueeze(1) * entries
-    mass = torch.ones_like(vectors[..., 0], dtype=torch.float32) if weights is None else weights.float().sum(2)
-    totals = torch.zeros(groups * entries, device=vectors.device).index_add_(0, places.flatten(), mass.flatten())
-    sums = torch.zeros(groups * entries, dim, device=vectors.device)
-    sums.index_add_(0, places.flatten(), (vectors.float() * mass.unsqueeze(2)).reshape(-1, dim))
-    means = (sums / totals.unsqueeze(1).clamp_min(torch.finfo(torch.float32).tiny)).view(centroids.shape)
-    return torch.where((totals > 0).view(groups, entries, 1), means.to(centroids.dtype), centroids)
+    masses, offsets, _ = cluster_moments(vectors, indices, centroids, weights=weights)
+    masses = masses.unsqueeze(2)
+    means = centroids + offsets / torch.where(masses > 0, masses, 1.0)
+    return torch.where(masses > 0, means, centroids.to(means.dtype)).to(centroids.dtype)

@@ -11,9 +11,9 @@ import torch
 from bitwright.palettization.spec import DefaultTrainingSpec, PalettizationGranularity, TrainingStrategySpec
 from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _IncompatibleGranularityError
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
-from bitwright.quantization.spec import FakeQuantizeImplBase, QuantizationSpec
+from bitwright.quantization.spec import QuantizationSpec
 
-from ._lut_quantizer import is_observed, observe_and_quantize, quantize_frozen
+from ._lut_quantizer import is_observed, quantize_frozen
 from ._palette_state import PaletteState
 from ._palettes import find_palettes, fit_to_quantized, means_of_members, nearest_entries
 from .kmeans_support_mixins import _PalettizationSupportMixin
@@ -22,6 +22,10 @@ from .supported_ops_registry import _KMeansPalettizerSupportedOpsRegistry
 __all__: list[str] = []
 
 _logger = logging.getLogger(__name__)
+
+_FEW_BITS = 4
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Parts of a palette's range that are tried where a code has few bits."""
 
 
 class _Snapshot(NamedTuple):
@@ -152,28 +156,31 @@ class _KMeansFakePalettize(PaletteState):
         with torch.no_grad():
             centroids, indices = self._cluster_to_centroids(weight.detach())
             self.centroids, self.indices = centroids.to(weight.dtype), indices
+            self._centroids_initialized, self._indices_stale = True, False
             if self._lut_fake_quantizer is not None:
-                self._fit_quantized(weight.detach(), self._lut_fake_quantizer)
-        self._centroids_initialized = True
-        self._indices_stale = False
+                self.quantize_lut(self._raw_lut(self.centroids))
+                self.indices = self._assign_indices(weight, self.centroids)
 
     def _cluster_to_centroids(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return palettes ``[P, K, D]`` and indices for ``weight``; sets the channel scale."""
+        """Return palettes ``[P, K, D]`` and indices for ``weight``; sets the channel scale.
+
+        Where palettes are quantized, they are those whose quantized form fits best.
+        """
         scaled = self._scale_by_per_channel_scale(weight) if self.enable_per_channel_scale else weight
         matrix = self._reordered(scaled)
         vectors = self._blocks_to_cluster(matrix, self.granularity.axis)
+        weights = self._weights_of(weight, matrix)
+        fast = self.enable_fast_kmeans_mode
         try:
-            found = find_palettes(
-                vectors,
-                1 << self.n_bits,
-                self._weights_of(weight, matrix),
-                fast=self.enable_fast_kmeans_mode,
-                seed=self.seed,
-            )
+            found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed)
         except ValueError as error:
             raise ValueError(f"Cannot cluster {self.tensor_fqn!r}: {error}") from error
+        palettes = found.centroids
+        if self._lut_fake_quantizer is not None:
+            shares = _SHARES if self._lut_fake_quantizer.n_bits <= _FEW_BITS else (1.0,)
+            palettes = fit_to_quantized(vectors, found, self.quantize_lut, shares, weights)
         indices = self._layout(matrix.shape).join_indices(found.indices).contiguous()
-        return found.centroids.to(vectors.dtype), indices
+        return palettes.to(vectors.dtype), indices
 
     def _weights_of(self, weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
         """Return the importance of each entry as ``[P, N, D]``; None where all are equal."""
@@ -189,20 +196,6 @@ class _KMeansFakePalettize(PaletteState):
             )
         importance = self._reordered(importance.detach().to(weight.device))
         return self._layout(matrix.shape).split(importance.float())
-
-    def _fit_quantized(self, weight: torch.Tensor, quantizer: FakeQuantizeImplBase) -> None:
-        """Let palettes, their quantization and the indices settle with each other."""
-        assert self.centroids is not None
-        vectors, context = self.vectorize(weight)
-        weights = self._weights_of(weight, self._reordered(weight))
-
-        def quantize(luts: torch.Tensor) -> torch.Tensor:
-            return observe_and_quantize(quantizer, luts)
-
-        centroids, indices = fit_to_quantized(vectors, self.centroids, quantize, weights)
-        self.centroids = centroids.to(weight.dtype)
-        quantize(self._raw_lut(self.centroids))
-        self.indices = context.layout.join_indices(indices).contiguous()
 
     def hard_assign(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with each vector replaced by its palette entry; no gradient reaches ``weight``."""
