@@ -121,9 +121,9 @@ def grids(draw: Any) -> tuple[Grid, str, torch.dtype | None]:
 
 
 @st.composite
-def cases(draw: Any) -> Case:
+def cases(draw: Any, most: int = 6000) -> Case:
     """Everything at once."""
-    shape = draw(shapes())
+    shape = draw(shapes(most))
     dtype = draw(st.sampled_from(DTYPES))
     x = draw(strided(draw(values(shape, dtype))))
     gradient = draw(strided(draw(values(shape, dtype))))

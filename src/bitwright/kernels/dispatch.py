@@ -78,9 +78,9 @@ def _cpu_form() -> Any:
 def _cuda_form() -> Any:
     """The fused CUDA form, or the reference where Triton is missing."""
     try:
-        from . import cuda
+        from .cuda import fused
 
-        return cuda
+        return fused
     except ImportError as error:
         logger.warning("The fused CUDA kernels are off (%s); the slower reference form runs instead.", error)
         return reference

@@ -1,0 +1,1 @@
+"""The fused CUDA kernels. Importing this package imports Triton."""

@@ -1,0 +1,380 @@
+"""The CUDA kernels with the signatures and the numbers of ``kernels.reference``.
+
+What a kernel does not cover (more than four interleaved runs of blocks, one block per element in a range) goes to the
+reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from bitwright.formats import format_of
+from bitwright.kernels import reference
+from bitwright.kernels.grid import Grid
+from bitwright.kernels.layout import Layout, dense, layout_of
+from bitwright.kernels.straight_through import straight_through
+
+from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, range_kernel
+
+__all__ = [
+    "choose_qparams",
+    "dequantize",
+    "fake_quantize",
+    "min_max",
+    "observe_and_fake_quantize",
+    "observe_running_and_fake_quantize",
+    "quantize",
+]
+
+Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+_FAKE, _CODES, _VALUES = 0, 1, 2
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LARGEST_EXPONENT = {torch.float4_e2m1fn_x2: 2, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+_SIZE = 1024
+_LONGEST_ROW = 8192
+_MOST_RUNS = 4
+_WIDE = 1 << 31
+# A fused multiply-add rounds once where the reference rounds twice.
+_EXACT = {"enable_fp_fusion": False}
+
+
+class _Numbers(NamedTuple):
+    """A grid as the kernels take it."""
+
+    integer: bool
+    minval: bool
+    low: float
+    high: float
+    smallest: int
+    anchor: int
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(grid: Grid) -> _Numbers:
+    fmt = format_of(grid.dtype)
+    integer = fmt.kind == "int"
+    minval = integer and grid.formulation == "minval"
+    low, high = float(grid.quant_min), float(grid.quant_max)
+    return _Numbers(integer, minval, low, high, (128 - fmt.bias) << 23, (23 - fmt.mantissa_bits) << 23)
+
+
+def _runs(layout: Layout) -> tuple[int, tuple[int, ...]]:
+    """Number of outer runs, and the seven numbers that ``block_of_row`` takes."""
+    count = int(layout.table[4])
+    sizes = [int(v) for v in layout.table[5 : 5 + count]] + [1] * (_MOST_RUNS - count)
+    strides = [int(v) for v in layout.table[5 + count :]] + [0] * (_MOST_RUNS - count)
+    return count, (*sizes[1:_MOST_RUNS], *strides[:_MOST_RUNS])
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels load it: bfloat16 as int16, so that the rounding is theirs everywhere."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _or(wanted: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
+    """A pointer for a place that the kernel does not touch."""
+    return instead if wanted is None else wanted
+
+
+def _covered(layout: Layout) -> bool:
+    return int(layout.table[4]) <= _MOST_RUNS
+
+
+def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    if parameter.device != x.device and parameter.numel() > 1:
+        raise ValueError(f"The parameters are on {parameter.device}, but the tensor is on {x.device}; move them there.")
+    return parameter.detach().to(x.device, dtype).contiguous()
+
+
+def _map(
+    op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, made: Parameters, layout: Layout, grid: Grid
+) -> None:
+    """Launch ``map_kernel``."""
+    numbers = _numbers(grid)
+    scale, zero_point, minval = made
+    points = None if numbers.minval or not numbers.integer else zero_point
+    origins = minval if numbers.minval else None
+    count, runs = _runs(layout)
+    pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(points, scale), _or(origins, scale))
+    with _on(x):
+        map_kernel[(triton.cdiv(layout.numel, _SIZE),)](
+            *pointers, *numbers[2:], layout.numel, layout.length, *runs,
+            OP=op, IN=_DTYPES[x.dtype], OUT=_DTYPES[y.dtype], INTEGER=numbers.integer, POINTS=points is not None,
+            ORIGINS=origins is not None, MASK=mask is not None, OUTER=count, PER_ELEMENT=layout.per_element,
+            WIDE=layout.numel + _SIZE >= _WIDE, SIZE=_SIZE, **_EXACT,
+        )  # fmt: skip
+
+
+def _new_mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(triton.cdiv(x.numel(), 32), dtype=torch.int32, device=x.device)
+
+
+def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(gradient)
+    numel = gradient.numel()
+    with _on(gradient):
+        mask_kernel[(triton.cdiv(numel, _SIZE),)](
+            _raw(gradient), mask, _raw(out), numel, DTYPE=_DTYPES[out.dtype], WIDE=numel + _SIZE >= _WIDE,
+            SIZE=_SIZE, **_EXACT,
+        )  # fmt: skip
+    return out
+
+
+def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+    """Call ``forward`` with a mask for the gradient if one is wanted."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return straight_through(x, forward, _new_mask(x), _apply_mask)
+    return forward(None)
+
+
+def _prepare(
+    x: torch.Tensor,
+    order: tuple[int, ...] | None,
+    made: Parameters,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> tuple[Layout, Parameters]:
+    scale, zero_point, minval = made
+    layout = layout_of(x.shape, order, block_size)
+    if scale.numel() != layout.blocks:
+        if scale.numel() != 1:
+            raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {layout.counts}.")
+        layout = layout_of(x.shape, order, tuple(x.shape))
+    if _numbers(grid).minval and minval is None:
+        raise ValueError("The 'minval' formulation needs minval, got None.")
+    point = None if zero_point is None else _plain(zero_point, torch.int32, x)
+    origin = None if minval is None else _plain(minval, torch.float32, x)
+    return layout, (_plain(scale, torch.float32, x), point, origin)
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """``reference.fake_quantize``."""
+    flat, order = dense(x)
+    layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
+    if not _covered(layout):
+        return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+
+    def forward(mask: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_like(flat)
+        _map(_FAKE, flat, y, mask, made, layout, grid)
+        return y
+
+    return _run(x, forward)
+
+
+def quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor:
+    """``reference.quantize``, without gradient."""
+    flat, order = dense(x)
+    layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
+    if not _covered(layout):
+        return reference.quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    codes = torch.empty_like(flat, dtype=torch.float32)
+    _map(_CODES, flat, codes, None, made, layout, grid)
+    return codes
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``reference.dequantize``, without gradient."""
+    flat, order = dense(codes.to(torch.float32))
+    layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
+    if not _covered(layout):
+        return reference.dequantize(
+            codes, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=output_dtype
+        )
+    values = torch.empty_like(flat, dtype=output_dtype)
+    _map(_VALUES, flat, values, None, made, layout, grid)
+    return values
+
+
+def _keys(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order keys of the extremes of every block."""
+    lows = torch.full((layout.blocks,), (1 << 31) - 1, dtype=torch.int32, device=x.device)
+    highs = torch.full((layout.blocks,), -(1 << 31), dtype=torch.int32, device=x.device)
+    columns = min(4096, triton.next_power_of_2(layout.length))
+    rows = max(1, 4096 // columns)
+    tiles = triton.cdiv(layout.length, columns)
+    count, runs = _runs(layout)
+    with _on(x):
+        range_kernel[(triton.cdiv(layout.rows, rows) * tiles,)](
+            _raw(x), lows, highs, layout.rows, layout.length, tiles, *runs, DTYPE=_DTYPES[x.dtype],
+            OUTER=count, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
+        )  # fmt: skip
+    return lows, highs
+
+
+def _values(lows: torch.Tensor, highs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranges that keys stand for, as float32."""
+    infinity = 0x7F800000
+    nan = (highs > infinity) | (lows < ~infinity)
+    low, high = ((k ^ ((k >> 31) & 0x7FFFFFFF)).view(torch.float32) for k in (lows, highs))
+    return low.masked_fill(nan, torch.nan), high.masked_fill(nan, torch.nan)
+
+
+def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.min_max``."""
+    flat, order = dense(x.detach())
+    layout = layout_of(flat.shape, order, block_size)
+    if layout.per_element or not _covered(layout):
+        return reference.min_max(x, block_size)
+    low, high = _values(*_keys(flat, layout))
+    return low.view(layout.counts).to(x.dtype), high.view(layout.counts).to(x.dtype)
+
+
+def _new_parameters(counts: tuple[int, ...], grid: Grid, device: torch.device) -> Parameters:
+    scale = torch.empty(counts, device=device)
+    if not _numbers(grid).integer:
+        return scale, None, None
+    return scale, torch.empty(counts, dtype=torch.int32, device=device), torch.empty(counts, device=device)
+
+
+def _scheme(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int:
+    if scale_dtype is not None:
+        return 2 + _LARGEST_EXPONENT[grid.dtype]
+    return 1 if scheme == "asymmetric" else 0
+
+
+def _choose(
+    lows: torch.Tensor,
+    highs: torch.Tensor,
+    made: Parameters,
+    grid: Grid,
+    scheme: int,
+    dtype: torch.dtype,
+    running: tuple[int, float, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Launch ``choose_kernel`` on order keys (int32) or ranges (float32)."""
+    numbers = _numbers(grid)
+    scale, zero_point, minval = made
+    mode, constant, *tracked = running if running is not None else (0, 0.0, scale, scale)
+    blocks = scale.numel()
+    pointers = (lows, highs, *map(_raw, tracked), scale, _or(zero_point, scale), _or(minval, scale))
+    with _on(scale):
+        choose_kernel[(triton.cdiv(blocks, 256),)](
+            *pointers, numbers.low, numbers.high, constant, 1.0 - constant, blocks,
+            DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode, KEYS=lows.dtype == torch.int32,
+            RUNNING=running is not None, INTEGER=numbers.integer, SIZE=256, **_EXACT,
+        )  # fmt: skip
+
+
+def choose_qparams(
+    min_val: torch.Tensor,
+    max_val: torch.Tensor,
+    *,
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> Parameters:
+    """``reference.choose_qparams``; the caller has checked the scheme."""
+    low, high = (t.detach().to(torch.float32).contiguous() for t in (min_val, max_val))
+    made = _new_parameters(tuple(min_val.shape), grid, min_val.device)
+    _choose(low, high, made, grid, _scheme(grid, scheme, scale_dtype), min_val.dtype)
+    return made
+
+
+def _observe_rows(
+    x: torch.Tensor, mask: torch.Tensor | None, made: Parameters, layout: Layout, grid: Grid, scheme: int
+) -> torch.Tensor:
+    """Launch ``observe_rows_kernel``."""
+    numbers = _numbers(grid)
+    scale, zero_point, minval = made
+    y = torch.empty_like(x)
+    columns = max(32, triton.next_power_of_2(layout.length))
+    rows = max(1, 4096 // columns)
+    pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(zero_point, scale), _or(minval, scale))
+    with _on(x):
+        observe_rows_kernel[(triton.cdiv(layout.rows, rows),)](
+            *pointers, *numbers[2:], layout.rows, layout.length,
+            DTYPE=_DTYPES[x.dtype], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
+            MASK=mask is not None, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
+        )  # fmt: skip
+    return y
+
+
+def observe_and_fake_quantize(
+    x: torch.Tensor,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``reference.observe_and_fake_quantize``; the caller has checked the scheme."""
+    flat, order = dense(x)
+    layout = layout_of(flat.shape, order, block_size)
+    code = _scheme(grid, scheme, scale_dtype)
+    one_pass = layout.rowwise and layout.length <= _LONGEST_ROW and layout.length % 32 == 0
+    if not one_pass:
+        low, high = min_max(x, block_size)
+        made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
+        return fake_quantize(x, *made, block_size=block_size, grid=grid), *made
+    made = _new_parameters(layout.counts, grid, x.device)
+    return _run(x, lambda mask: _observe_rows(flat, mask, made, layout, grid, code)), *made
+
+
+def observe_running_and_fake_quantize(
+    x: torch.Tensor,
+    running_min: torch.Tensor,
+    running_max: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    scheme: str,
+    scale_dtype: torch.dtype | None = None,
+    averaging_constant: float | None = None,
+    restart: bool = False,
+    quantize: bool = True,
+) -> torch.Tensor:
+    """``reference.observe_running_and_fake_quantize``; the caller has checked scheme, devices and contiguity."""
+    flat, order = dense(x.detach())
+    layout = layout_of(flat.shape, order, block_size)
+    reference.check_running(layout.counts, x.dtype, running_min, running_max)
+    if layout.per_element or not _covered(layout):
+        lows, highs = (t.to(torch.float32).contiguous() for t in reference.min_max(x, block_size))
+    else:
+        lows, highs = _keys(flat, layout)
+    mode = 0 if restart else 2 if averaging_constant is None else 1
+    made = (scale, zero_point, minval)
+    running = (mode, averaging_constant or 0.0, running_min, running_max)
+    _choose(lows, highs, made, grid, _scheme(grid, scheme, scale_dtype), x.dtype, running)
+    if not quantize:
+        return x
+    return fake_quantize(x, *made, block_size=block_size, grid=grid)

@@ -1,0 +1,294 @@
+"""The Triton kernels: what ``cpu.mapping``, ``cpu.ranges`` and ``cpu.choosing`` are for the CPU.
+
+A mask holds one bit per element in words of 32, in the order of memory. Ranges are found as order keys with atomic
+minima and maxima of integers, whose result does not depend on the order of the threads.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .arithmetic import (
+    block_of_row,
+    choose,
+    code_of,
+    jitted,
+    narrow,
+    order_key,
+    round_to,
+    unclamped,
+    value_of,
+    value_of_key,
+    widen,
+)
+
+__all__ = ["choose_kernel", "map_kernel", "mask_kernel", "observe_rows_kernel", "range_kernel"]
+
+
+@jitted
+def _parameters(
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    block: tl.tensor,
+    low: tl.tensor,
+    INSIDE: tl.tensor,
+    POINTS: tl.constexpr,
+    ORIGINS: tl.constexpr,
+) -> tl.tensor:
+    """Scale, code offset and float offset of each element's block."""
+    scale = tl.load(scales + block, mask=INSIDE, other=1.0)
+    offset = tl.zeros_like(scale)
+    origin = tl.zeros_like(scale)
+    if POINTS:
+        offset = tl.load(points + block, mask=INSIDE, other=0).to(tl.float32)
+    if ORIGINS:
+        offset = tl.zeros_like(scale) + low
+        origin = tl.load(origins + block, mask=INSIDE, other=0.0)
+    return scale, offset, origin
+
+
+@jitted
+def map_kernel(
+    x: tl.tensor,
+    y: tl.tensor,
+    mask: tl.tensor,
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    smallest: tl.tensor,
+    anchor: tl.tensor,
+    numel: tl.tensor,
+    length: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    n3: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
+    s3: tl.tensor,
+    OP: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    POINTS: tl.constexpr,
+    ORIGINS: tl.constexpr,
+    MASK: tl.constexpr,
+    OUTER: tl.constexpr,
+    PER_ELEMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Fake-quantize (``OP`` 0), quantize (1) or dequantize (2) ``SIZE`` elements per program."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    at = program * SIZE + tl.arange(0, SIZE)
+    inside = at < numel
+    row = at // length
+    block = block_of_row(row, n1, n2, n3, s0, s1, s2, s3, OUTER)
+    if PER_ELEMENT:
+        block += at - row * length
+    scale, offset, origin = _parameters(scales, points, origins, block, low, inside, POINTS, ORIGINS)
+    codes = widen(tl.load(x + at, mask=inside, other=0), IN)
+    if OP != 2:
+        pre = unclamped(codes, scale, offset, origin, INTEGER)
+        if MASK:
+            bits = ((pre >= low) & (pre <= high)).to(tl.int32)
+            words = tl.sum(tl.reshape(bits, (SIZE // 32, 32)) << tl.arange(0, 32)[None, :], axis=1)
+            place = program * (SIZE // 32) + tl.arange(0, SIZE // 32)
+            tl.store(mask + place, words, mask=place * 32 < numel)
+        codes = code_of(pre, low, high, smallest, anchor, INTEGER)
+    if OP != 1:
+        codes = value_of(codes, scale, offset, origin, INTEGER)
+    tl.store(y + at, narrow(codes, OUT), mask=inside)
+
+
+@jitted
+def mask_kernel(
+    gradient: tl.tensor,
+    mask: tl.tensor,
+    out: tl.tensor,
+    numel: tl.tensor,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Multiply ``SIZE`` elements per program by their bits."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    at = program * SIZE + tl.arange(0, SIZE)
+    inside = at < numel
+    words = tl.load(mask + at // 32, mask=inside, other=0)
+    bits = ((words >> (at % 32).to(tl.int32)) & 1).to(tl.float32)
+    values = widen(tl.load(gradient + at, mask=inside, other=0), DTYPE) * bits
+    tl.store(out + at, narrow(values, DTYPE), mask=inside)
+
+
+@jitted
+def range_kernel(
+    x: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    tiles: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    n3: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
+    s3: tl.tensor,
+    DTYPE: tl.constexpr,
+    OUTER: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Widen the ranges of blocks by a tile of ``ROWS`` times ``COLUMNS`` elements; ``tiles`` of them cross a row."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    row = program // tiles * ROWS + tl.arange(0, ROWS)
+    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    values = widen(tl.load(x + row[:, None] * length + column[None, :], mask=inside, other=0), DTYPE)
+    keys = order_key(values)
+    least = tl.min(tl.where(inside, keys, 2147483647), axis=1)
+    most = tl.max(tl.where(inside, keys, -2147483648), axis=1)
+    block = block_of_row(row, n1, n2, n3, s0, s1, s2, s3, OUTER)
+    tl.atomic_min(lows + block, least, mask=row < rows)
+    tl.atomic_max(highs + block, most, mask=row < rows)
+
+
+@jitted
+def _blend(
+    value: tl.tensor,
+    running: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
+    sign: tl.tensor,
+    DTYPE: tl.constexpr,
+    MODE: tl.constexpr,
+) -> tl.tensor:
+    """The new running value; see ``cpu.choosing.blend``."""
+    if MODE == 1:
+        result = round_to(round_to(value * new, DTYPE) + round_to(running * old, DTYPE), DTYPE)
+    else:
+        result = tl.where((running != running) | (running * sign < value * sign), running, value)
+    return result
+
+
+@jitted
+def choose_kernel(
+    lows: tl.tensor,
+    highs: tl.tensor,
+    running_lows: tl.tensor,
+    running_highs: tl.tensor,
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    quant_min: tl.tensor,
+    quant_max: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
+    blocks: tl.tensor,
+    DTYPE: tl.constexpr,
+    SCHEME: tl.constexpr,
+    MODE: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """From ranges (order keys or float32) to parameters, through the running range if there is one.
+
+    ``MODE`` 0 takes the range, 1 the moving average with weights ``new`` and ``old``, 2 the extremes.
+    """
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < blocks
+    if KEYS:
+        low, high = value_of_key(tl.load(lows + at, mask=inside, other=0), tl.load(highs + at, mask=inside, other=0))
+    else:
+        low = tl.load(lows + at, mask=inside, other=0.0)
+        high = tl.load(highs + at, mask=inside, other=0.0)
+    if RUNNING:
+        low = tl.where(low >= 0, 0.0, low)
+        high = tl.where(high <= 0, 0.0, high)
+        if MODE != 0:
+            old_low = widen(tl.load(running_lows + at, mask=inside, other=0), DTYPE)
+            old_high = widen(tl.load(running_highs + at, mask=inside, other=0), DTYPE)
+            low = _blend(low, old_low, new, old, 1.0, DTYPE, MODE)
+            high = _blend(high, old_high, new, old, -1.0, DTYPE, MODE)
+        tl.store(running_lows + at, narrow(low, DTYPE), mask=inside)
+        tl.store(running_highs + at, narrow(high, DTYPE), mask=inside)
+    scale, point, origin = choose(low, high, quant_min, quant_max, DTYPE, SCHEME)
+    tl.store(scales + at, scale, mask=inside)
+    if INTEGER:
+        tl.store(points + at, point, mask=inside)
+        tl.store(origins + at, origin, mask=inside)
+
+
+@jitted
+def observe_rows_kernel(
+    x: tl.tensor,
+    y: tl.tensor,
+    mask: tl.tensor,
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    smallest: tl.tensor,
+    anchor: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    DTYPE: tl.constexpr,
+    SCHEME: tl.constexpr,
+    INTEGER: tl.constexpr,
+    MINVAL: tl.constexpr,
+    MASK: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Observe and fake-quantize ``ROWS`` rows, each a block of ``length <= COLUMNS`` elements, in one pass.
+
+    With a mask ``length`` is a multiple of 32, so that no word is shared by rows.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if WIDE:
+        row = row.to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    present = row < rows
+    inside = present[:, None] & (column < length)[None, :]
+    at = row[:, None] * length + column[None, :]
+    values = widen(tl.load(x + at, mask=inside, other=0), DTYPE)
+    keys = order_key(values)
+    least = tl.min(tl.where(inside, keys, 2147483647), axis=1)
+    most = tl.max(tl.where(inside, keys, -2147483648), axis=1)
+    first, last = value_of_key(least, most)
+    scale, point, origin = choose(first, last, low, high, DTYPE, SCHEME)
+    tl.store(scales + row, scale, mask=present)
+    if INTEGER:
+        tl.store(points + row, point, mask=present)
+        tl.store(origins + row, origin, mask=present)
+    offset = point.to(tl.float32)
+    if MINVAL:
+        offset = tl.zeros_like(scale) + low
+    else:
+        origin = tl.zeros_like(scale)
+    pre = unclamped(values, scale[:, None], offset[:, None], origin[:, None], INTEGER)
+    if MASK:
+        bits = (inside & (pre >= low) & (pre <= high)).to(tl.int32)
+        grouped = tl.reshape(bits, (ROWS, COLUMNS // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        word = tl.arange(0, COLUMNS // 32)
+        kept = present[:, None] & (word * 32 < length)[None, :]
+        tl.store(mask + row[:, None] * (length // 32) + word[None, :], tl.sum(grouped, axis=2), mask=kept)
+    codes = code_of(pre, low, high, smallest, anchor, INTEGER)
+    codes = value_of(codes, scale[:, None], offset[:, None], origin[:, None], INTEGER)
+    tl.store(y + at, narrow(codes, DTYPE), mask=inside)

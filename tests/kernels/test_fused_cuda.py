@@ -1,0 +1,115 @@
+"""The fused CUDA form gives the reference's numbers bit for bit: on a GPU, else in Triton's interpreter.
+
+The interpreter needs Triton and ``TRITON_INTERPRET=1`` before Triton is imported, so these tests start a process of
+their own when there is no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernel_comparing import assert_same
+from kernel_strategies import Case, cases
+
+from bitwright.kernels import reference
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"
+examples = int(os.environ.get("BITWRIGHT_EXAMPLES", "25" if INTERPRETED else "200"))
+more = settings(max_examples=examples, deadline=None)
+# The interpreter computes with NumPy, which warns where IEEE 754 has an answer.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+runs_here = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or HAS_GPU)), reason="needs Triton, and a GPU or TRITON_INTERPRET=1"
+)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+def test_in_the_interpreter() -> None:
+    """Without a GPU the tests of this file pass in Triton's interpreter."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor on the device under test."""
+    return None if tensor is None else tensor.to(DEVICE)
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_observe_and_fake_quantize(case: Case) -> None:
+    """Output, scale, zero point, minval and gradient are the CPU reference's."""
+    from bitwright.kernels.cuda import fused
+
+    results = []
+    for form, x in ((reference, case.x.detach()), (fused, case.x.detach().to(DEVICE))):
+        x = x.requires_grad_()
+        y, *made = form.observe_and_fake_quantize(
+            x, block_size=case.block_size, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
+        )
+        y.backward(case.gradient.to(x.device))
+        assert x.grad is not None
+        results.append([t if t is None else t.cpu() for t in (y.detach(), x.grad, *made)])
+    for place, (expected, mine) in enumerate(zip(*results, strict=True)):
+        assert_same(mine, expected, zero_sign=place < 2)
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_parts(case: Case) -> None:
+    """Ranges, parameters, fake-quantize, quantize and dequantize are the CPU reference's."""
+    from bitwright.kernels.cuda import fused
+
+    x = moved(case.x)
+    options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
+    low, high = reference.min_max(case.x, case.block_size)
+    made = reference.choose_qparams(low, high, **options)
+    mine = (*fused.min_max(x, case.block_size), *fused.choose_qparams(moved(low), moved(high), **options))
+    for a, b in zip(mine, (low, high, *made), strict=True):
+        assert_same(a if a is None else a.cpu(), b, zero_sign=False)
+    given_ = tuple(moved(t) for t in made)
+    where = {"block_size": case.block_size, "grid": case.grid}
+    assert_same(fused.fake_quantize(x, *given_, **where).cpu(), reference.fake_quantize(case.x, *made, **where))
+    codes = reference.quantize(case.x, *made, **where)
+    assert_same(fused.quantize(x, *given_, **where).cpu(), codes)
+    values = fused.dequantize(moved(codes), *given_, **where, output_dtype=case.x.dtype)
+    assert_same(values.cpu(), reference.dequantize(codes, *made, **where, output_dtype=case.x.dtype))
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_running_range(case: Case) -> None:
+    """Running ranges, averaged and extreme, are the CPU reference's."""
+    from bitwright.kernels.cuda import fused
+
+    low, high = reference.min_max(case.x, case.block_size)
+    options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
+    made = reference.choose_qparams(low, high, **options)
+    for constant in (None, 0.01):
+        state = [t if t is None else torch.zeros(t.shape, dtype=t.dtype) for t in (low, high, *made)]
+        other = [t if t is None else t.clone().to(DEVICE) for t in state]
+        x = case.x
+        for restart in (True, False):
+            more_options = {"averaging_constant": constant, "restart": restart, "block_size": case.block_size}
+            y = reference.observe_running_and_fake_quantize(x, *state, **options, **more_options)
+            mine = fused.observe_running_and_fake_quantize(moved(x), *other, **options, **more_options)
+            assert_same(mine.cpu(), y)
+            for a, b in zip(other, state, strict=True):
+                assert_same(a if a is None else a.cpu(), b, zero_sign=False)
+            x = x.flip(0) * 0.7
