@@ -14,6 +14,8 @@ __all__ = [
     "fake_quantize_base",
     "granularity",
     "mapping_type",
+    "pt2e",
+    "pt2e_quantizer",
     "qat_config_class",
     "register_fake_quantize",
     "zero_point_domain",
@@ -27,6 +29,20 @@ def mapping_type(name: str) -> Any:
     from torchao.quantization import MappingType
 
     return MappingType[name]
+
+
+def pt2e() -> Any:
+    """Return torchao's PT2E package: observers, fake quantizers."""
+    import torchao.quantization.pt2e as module
+
+    return module
+
+
+def pt2e_quantizer() -> Any:
+    """Return torchao's PT2E package of quantizers: ``Quantizer``, annotations, specs."""
+    import torchao.quantization.pt2e.quantizer as module
+
+    return module
 
 
 def zero_point_domain(name: str) -> Any:

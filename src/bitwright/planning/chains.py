@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bitwright.config.matching import ModuleRules, OpRule, resolve_op_rule
+from bitwright.config.matching import ModuleRules, OpLevel, OpRule, resolve_op_rule
 from bitwright.program import Op, Program, Value
 from bitwright.program.aten_names import canonical_name
 
 from .graph_ops import ACTIVATIONS, OpRole, role_of
+from .plan import Problem
 
-__all__ = ["Chain", "find_chains"]
+__all__ = ["Chain", "find_chains", "fused_problems"]
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +24,7 @@ class Chain:
         role: what is known about the op itself.
         key: kind of the chain (``"conv_bn_act"``).
         rule: what the configuration says about the op itself; it holds for the whole chain.
+        overridden: rules that name only a later op of the chain; they have no effect.
         rank: place among all chains of the program, the strongest first. Rules by name are stronger than rules by
             type and those stronger than the global one; within each, op names, op types and defaults in this order;
             then longer chains, later entries of the configuration, earlier ops.
@@ -32,6 +34,7 @@ class Chain:
     role: OpRole
     key: str
     rule: OpRule
+    overridden: tuple[OpRule, ...] = ()
     rank: int = 0
 
     @property
@@ -62,10 +65,35 @@ def find_chains(program: Program, rules: ModuleRules) -> list[Chain]:
         ops = _look_ahead(op, role, outputs)
         covered.update(map(id, ops))
         key = _key(role, ops)
-        spellings = dict.fromkeys((op.type, *op.aliases, role.pattern, key))
-        chains.append(Chain(ops, role, key, resolve_op_rule(rules[op.module_path], op.name, tuple(spellings))))
+        rule = _resolve(op, rules, role.pattern, key)
+        inner = tuple(found for later in ops[1:] if (found := _resolve(later, rules)).level is not OpLevel.DEFAULT)
+        chains.append(Chain(ops, role, key, rule, inner))
     _rank(chains, rules)
     return chains
+
+
+def fused_problems(chains: Sequence[Chain]) -> list[Problem]:
+    """Return a problem for each op key of the configuration that only names ops which are part of another."""
+    effective = {chain.rule.describe() for chain in chains}
+    found: dict[str, list[str]] = {}
+    for chain in chains:
+        for rule in chain.overridden:
+            if rule.describe() not in effective:
+                found.setdefault(rule.describe(), []).append(chain.primary.name)
+    return [
+        Problem(
+            "fused-op",
+            key,
+            f"has no effect: every op that it names is fused with the op in front of it ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}), whose configuration holds for both. Configure that op.",
+        )
+        for key, names in found.items()
+    ]
+
+
+def _resolve(op: Op, rules: ModuleRules, *further: str) -> OpRule:
+    spellings = dict.fromkeys((op.type, *op.aliases, *further))
+    return resolve_op_rule(rules[op.module_path], op.name, tuple(spellings))
 
 
 def _look_ahead(op: Op, role: OpRole, outputs: set[int]) -> tuple[Op, ...]:

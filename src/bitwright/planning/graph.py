@@ -13,7 +13,7 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 from bitwright.quantization.spec import PerTensorGranularity
 
-from .chains import Chain, find_chains
+from .chains import Chain, find_chains, fused_problems
 from .eager import PlanBuilder
 from .graph_boundaries import apply_boundaries
 from .kv_cache import apply_kv_caches
@@ -68,6 +68,7 @@ def plan_graph_quantization(config: Any, model: nn.Module, program: Program) -> 
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
+    problems += fused_problems(chains)
     for group in groups:
         problems += _keep_or_drop_axis(group)
     for placement, resolution in _placements(groups, table):

@@ -40,7 +40,10 @@ def _apply(where: str, cache: Any, op: Op, table: SlotTable, groups: list[Group]
     index = cache.quant_input_idx
     if index >= len(inputs) or not is_float(inputs[index]):
         found = [f"{i}: {value.name} ({value.dtype})" for i, value in enumerate(inputs)]
-        message = f"Input {index} of {op.name} is out of range or no floating-point tensor; its inputs are {found}."
+        message = (
+            f"op_input_spec names input {index} of {op.name}, which is out of range or no floating-point tensor; its "
+            f"inputs are {found}."
+        )
         return [Problem("kv-cache", where, message, Severity.ERROR)]
     (spec,) = cache.op_quantizer_config.op_input_spec.values()
     override([table.add_input(op, inputs[index])], Demand(spec, _STRONGEST, where, op.module_path), groups)

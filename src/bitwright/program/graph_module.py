@@ -31,16 +31,30 @@ class TracedGraphModule(fx.GraphModule):
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, check: InputCheck | None = None) -> None:
-        super().__init__(nn.Module(), fx.Graph(), TracedGraphModule.__name__)
+        super().__init__(nn.Module(), _nothing(), TracedGraphModule.__name__)
         self._modules.update(root._modules)
         self._parameters.update(root._parameters)
         self._buffers.update(root._buffers)
         self._non_persistent_buffers_set |= root._non_persistent_buffers_set
         self.training = root.training
-        self.graph = graph
+        self.set_graph(graph)
         self._input_check = check
         if check is not None:
             self.register_forward_pre_hook(check, with_kwargs=True)
+
+    def set_graph(self, graph: fx.Graph) -> None:
+        """Take over another graph; its code is generated at the first call, or by ``recompile``."""
+        self._graph = graph
+        graph.owning_module = self
+        self.__dict__.pop("_code", None)
+        type(self).forward = _generate_first
+
+    @property
+    def code(self) -> str:
+        """The generated Python code."""
+        if "_code" not in self.__dict__:
+            self.recompile()
+        return str(self._code)
 
     @property
     def input_check(self) -> InputCheck | None:
@@ -53,13 +67,19 @@ class TracedGraphModule(fx.GraphModule):
         return self.training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedGraphModule:
+        twin = self.twin(memo)
+        twin.recompile()
+        return twin
+
+    def twin(self, memo: dict[int, Any]) -> TracedGraphModule:
+        """Return a deep copy whose code is not generated yet; ``memo`` as for ``copy.deepcopy``."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         nn.Module.__init__(twin)
         for key, value in self.__dict__.items():
             if key not in _REBUILT:
                 twin.__dict__[key] = copy.deepcopy(value, memo)
-        twin.graph = copy_graph(self.graph)
+        twin.set_graph(copy_graph(self.graph))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,6 +96,17 @@ def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule
     module.__dict__.update(state)
     module.graph = record.graph()
     return module
+
+
+def _generate_first(self: TracedGraphModule, *args: Any, **kwargs: Any) -> Any:
+    self.recompile()
+    return self.forward(*args, **kwargs)
+
+
+def _nothing() -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(())
+    return graph
 
 
 def as_traced(module: fx.GraphModule) -> TracedGraphModule:

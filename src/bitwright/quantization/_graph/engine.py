@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from bitwright._utils.module_copy import collector_paused
 from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.planning import Plan
@@ -20,6 +21,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .finalize import folded_copy
 from .initialise import initialise
 from .insert import GraphInsertion
+from .kv_cache import keep_caches_quantized
 
 __all__ = ["GraphEngine"]
 
@@ -35,15 +37,16 @@ class GraphEngine(Engine):
         self._paths: dict[str, str] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
-        module, self.program = capture_graph(
-            self.model,
-            example.args,
-            example.kwargs,
-            example.dynamic_shapes,
-            example.no_grad,
-            boundary_paths(self.config, self.model),
-        )
-        decisions = plan_graph_quantization(self.config, self.model, self.program)
+        with collector_paused():
+            module, self.program = capture_graph(
+                self.model,
+                example.args,
+                example.kwargs,
+                example.dynamic_shapes,
+                example.no_grad,
+                boundary_paths(self.config, self.model),
+            )
+            decisions = plan_graph_quantization(self.config, self.model, self.program)
         self._captured = module, decisions
         return decisions.plan
 
@@ -53,8 +56,9 @@ class GraphEngine(Engine):
         assert decisions.plan is plan
         self._captured = None
         insertion = GraphInsertion(module, self.program, decisions)
-        insertion.run()
-        initialise(module, self.program, example)
+        with collector_paused():
+            insertion.run()
+            initialise(module, self.program, example)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)
         return module
@@ -72,13 +76,17 @@ class GraphEngine(Engine):
     def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
         if not isinstance(model, TracedGraphModule):
             raise TypeError(f"model must be a torch.fx.GraphModule from prepare(), got {type(model).__name__}.")
-        finalized = folded_copy(model)
+        with collector_paused():
+            finalized = folded_copy(model)
         _BaseModelCompressor._unmark_model(finalized)
         if backend == ExportBackend._TORCH:
             return finalized
-        from .backends import emit
+        from bitwright.export import finalize_graph
 
-        return emit(finalized, backend, mmap_dir)
+        exported = finalize_graph(finalized, backend, mmap_dir)
+        if backend == ExportBackend.CoreAI:
+            keep_caches_quantized(exported, self.config.kv_cache_quant_configs)
+        return exported
 
     def _preserve_attributes(self, module: nn.Module) -> None:
         for name in self.config.preserved_attributes or ():

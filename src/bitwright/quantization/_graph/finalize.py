@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from bitwright._utils.module_copy import replicate_module
 from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -23,8 +23,11 @@ def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
     The copy has simulators of its own and refers to the parameters that folding does not change. ``prepared`` is left
     as it is.
     """
-    memo = {id(tensor): tensor for tensor in _states(prepared)}
-    twin: TracedGraphModule = copy.deepcopy(prepared, memo)
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in _states(prepared)}
+    for child in prepared.modules():
+        if isinstance(child, FakeQuantizeImplBase):
+            replicate_module(child, memo)
+    twin = prepared.twin(memo)
     twin.eval()
     with torch.no_grad():
         _Folder(twin).run()

@@ -13,7 +13,6 @@ from bitwright.planning.mutation import mutated_roots
 from bitwright.program import Program, StateTensor
 from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization._engine import ExampleInputs
-from bitwright.quantization._schedule import switch
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import WeightFold
@@ -24,7 +23,8 @@ __all__ = ["initialise", "simulators_of_graph", "tensor_of"]
 def initialise(module: TracedGraphModule, program: Program, example: ExampleInputs) -> None:
     """Observe weights directly and activations in one forward of the example inputs, in eval mode without gradients.
 
-    Afterwards observers are off and fake quantization is on. States that the forward writes to are as before.
+    Before, observers are on and fake quantization is off, as insertion leaves them; afterwards it is the other way
+    round. States that the forward writes to are as before.
     """
     simulators = [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
     with _evaluating(module), torch.random.fork_rng(devices=_cuda_devices(program)), torch.no_grad():
@@ -32,15 +32,15 @@ def initialise(module: TracedGraphModule, program: Program, example: ExampleInpu
         for node, simulator in simulators_of_graph(module):
             if _is_weight(simulator) and id(simulator) not in seen:
                 seen.add(id(simulator))
-                switch(simulator, observer=True, fake_quant=False)
                 simulator(tensor_of(module, node.args[0]))
-        for simulator in simulators:
-            switch(simulator, observer=not _is_weight(simulator), fake_quant=False)
+                simulator.disable_observer()
         if not all(map(_is_weight, simulators)):
             with _restored(program):
                 module(*example.args, **example.kwargs)
     for simulator in simulators:
-        switch(simulator, observer=False, fake_quant=True)
+        simulator.enable_fake_quant()
+        if not _is_weight(simulator):
+            simulator.disable_observer()
 
 
 def simulators_of_graph(module: fx.GraphModule) -> list[tuple[fx.Node, FakeQuantizeImplBase]]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from bitwright._utils.module_copy import replicate_module
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Placement
 from bitwright.planning.graph import GraphDecisions
 from bitwright.program import Argument, Op, Program, StateTensor, Value
 from bitwright.program.graph_module import TracedGraphModule
-from bitwright.quantization.spec import QuantizationComponentFactory
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .fold_insert import Fold, fold_batch_norms
@@ -20,6 +21,8 @@ from .mode_ops import install_mode_ops
 __all__ = ["SIMULATOR_PREFIX", "GraphInsertion"]
 
 SIMULATOR_PREFIX = "activation_post_process_"
+
+_OWN_PACKAGE = "bitwright."
 
 # Keys of what stands on a node: its weight's simulator, its output's; a reader's has the simulator's id.
 _WEIGHT, _OUTPUT = 0, -1
@@ -42,6 +45,9 @@ class GraphInsertion:
     decisions: GraphDecisions
     simulators: dict[str, tuple[FakeQuantizeImplBase, Placement]] = field(default_factory=dict)
     _built: dict[tuple[int, tuple[str, ...]], FakeQuantizeImplBase] = field(default_factory=dict)
+    _prototypes: dict[tuple[QuantizationSpec, CompressionTargetTensor], FakeQuantizeImplBase] = field(
+        default_factory=dict
+    )
     _states: dict[int, Placement] = field(default_factory=dict)
     _readers: dict[int, Placement] = field(default_factory=dict)
     _producers: dict[int, Placement] = field(default_factory=dict)
@@ -131,12 +137,27 @@ class GraphInsertion:
     def _build(self, placement: Placement, variant: tuple[str, ...]) -> FakeQuantizeImplBase:
         key = (id(placement), variant)
         if key not in self._built:
-            target = placement.target
-            assert target in (CompressionTargetTensor.WEIGHT, CompressionTargetTensor.ACTIVATION)
-            simulator = QuantizationComponentFactory.create_fake_quantizer(placement.spec, target)  # type: ignore[arg-type]
+            self._built[key] = simulator = self._make(placement)
             simulator.tensor_fqn = placement.name
-            self._built[key] = simulator
         return self._built[key]
+
+    def _make(self, placement: Placement) -> FakeQuantizeImplBase:
+        """Return a new simulator with fake quantization off, as it is while simulators are initialised.
+
+        Bitwright's own classes are built once for each spec and copied then.
+        """
+        spec, target = placement.spec, placement.target
+        assert isinstance(spec, QuantizationSpec)
+        key = (spec, target)
+        if key not in self._prototypes:
+            made = QuantizationComponentFactory.create_fake_quantizer(spec, target)
+            made.disable_fake_quant()
+            if not all(type(part).__module__.startswith(_OWN_PACKAGE) for part in made.modules()):
+                return made
+            self._prototypes[key] = made
+        twin = replicate_module(self._prototypes[key])
+        assert isinstance(twin, FakeQuantizeImplBase)
+        return twin
 
     def _register(self, simulator: FakeQuantizeImplBase, placement: Placement) -> str:
         name = f"{SIMULATOR_PREFIX}{len(self.simulators)}"
