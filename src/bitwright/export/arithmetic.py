@@ -1,0 +1,87 @@
+"""Activation quantizers as plain arithmetic, for what a target's own quantize operators cannot hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.formats import format_of
+from bitwright.kernels import reference
+from bitwright.kernels.grid import block_view_shape
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from bitwright.quantization.spec.qparams_calculator import DynamicQParamsCalculator
+
+__all__ = ["ArithmeticActivation", "fits_arithmetic"]
+
+# Where FP4 magnitudes change, with the step up there; ties go to the even code, so every other bound belongs upwards.
+_FP4_BOUNDS = ((0.25, 0.5), (0.75, 0.5), (1.25, 0.5), (1.75, 0.5), (2.5, 1.0), (3.5, 1.0), (5.0, 2.0))
+
+
+def fits_arithmetic(simulator: FakeQuantizeImplBase) -> bool:
+    """Whether an activation's simulation can be written with additions, products, comparisons and casts alone.
+
+    Excluded are custom classes, whose formulas are unknown, and power-of-two scales computed at run time, which take
+    the exponent out of a number's bits.
+    """
+    calculator = simulator.qparams_calculator
+    if not simulator._is_fused():
+        return False
+    if not simulator.is_stateless:
+        return True
+    return type(calculator) is DynamicQParamsCalculator and calculator.scale_dtype is None
+
+
+class ArithmeticActivation(nn.Module):
+    """What a simulator computes, as few plain ops; static parameters are buffers.
+
+    Args:
+        simulator: the simulator; see :func:`fits_arithmetic`.
+    """
+
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    minval: torch.Tensor | None
+
+    def __init__(self, simulator: FakeQuantizeImplBase) -> None:
+        super().__init__()
+        self.grid = simulator._current_grid()
+        self.granularity = simulator.granularity
+        self.scheme = simulator.qscheme.value
+        self.dynamic = simulator.is_stateless
+        parameters = (None, None, None) if self.dynamic else simulator.calculate_qparams()
+        for name, parameter in zip(("scale", "zero_point", "minval"), parameters, strict=True):
+            self.register_buffer(name, None if parameter is None else parameter.detach().float().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` quantized and dequantized, in its own dtype."""
+        block_size = self.granularity.get_block_size(x.shape, CompressionTargetTensor.ACTIVATION)
+        if self.dynamic:
+            low, high = reference.min_max(x, block_size)
+            scale, zero_point, minval = reference.choose_qparams(low, high, grid=self.grid, scheme=self.scheme)
+        else:
+            assert self.scale is not None
+            scale, zero_point, minval = self.scale, self.zero_point, self.minval
+        if not self.grid.is_integer:
+            return self._float(x, scale, block_size)
+        codes = reference.quantize(x, scale, zero_point, minval, block_size=block_size, grid=self.grid)
+        return reference.dequantize(
+            codes, scale, zero_point, minval, block_size=block_size, grid=self.grid, output_dtype=x.dtype
+        )
+
+    def _float(self, x: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, ...]) -> torch.Tensor:
+        view, _, wide, _ = block_view_shape(tuple(x.shape), block_size)
+        step = scale.float().reshape(wide if scale.numel() > 1 else [1] * len(wide))
+        values = (x.float().reshape(view) / step).clamp(self.grid.quant_min, self.grid.quant_max)
+        fmt = format_of(self.grid.dtype)
+        rounded = values.to(fmt.dtype).float() if fmt.bits == 8 else _round_to_fp4(values)
+        return (rounded * step).reshape(x.shape).to(x.dtype)
+
+
+def _round_to_fp4(values: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs()
+    rounded = torch.zeros_like(magnitude)
+    for number, (bound, step) in enumerate(_FP4_BOUNDS):
+        above = magnitude >= bound if number % 2 else magnitude > bound
+        rounded = rounded + above.to(magnitude.dtype) * step
+    return torch.where(values < 0, -rounded, torch.where(torch.isnan(values), values, rounded))

@@ -1,0 +1,8 @@
+"""ONNX: quantize and dequantize nodes on integer initializers, run by ONNX Runtime and many others."""
+
+from __future__ import annotations
+
+from .exporter import export_onnx
+from .runtime import run_onnx
+
+__all__ = ["export_onnx", "run_onnx"]

@@ -1,0 +1,212 @@
+"""Write a prepared model as an ONNX file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bitwright.artifact import QuantizedActivation, QuantizedTensor
+from bitwright.export.arithmetic import ArithmeticActivation, fits_arithmetic
+from bitwright.export.extras import require
+from bitwright.export.lowering import LoweredModel, lower
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .activations import activation_opset, build_activation, has_nodes
+from .builder import NodeBuilder
+from .nbits import use_matmul_nbits
+from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
+from .weights import build_weight, permuted, weight_opset
+
+__all__ = ["export_onnx"]
+
+MIN_OPSET = 18
+
+_logger = logging.getLogger(__name__)
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    int4: Literal["qdq", "matmul_nbits"] = "qdq",
+    unsigned_activations: bool = True,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+) -> Path:
+    """Write a prepared model as an ONNX file that computes what the model computes.
+
+    Quantized weights become ``DequantizeLinear`` on packed initializers, activations ``QuantizeLinear`` and
+    ``DequantizeLinear``, palettes ``Gather``. Activations that these cannot hold (dynamic, per block, per token, FP4)
+    are written as the arithmetic of their simulation.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs.
+        path: the file to write; weights beyond 1.5 GB go to ``<name>.data`` beside it.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+        opset: version of the operator set; None for the smallest that holds the model, at least 18.
+        int4: ``"qdq"``, or ``"matmul_nbits"`` for ONNX Runtime's own operator on linear layers with 4-bit weights in
+            blocks of 16, 32, 64, 128 or 256 along the inputs.
+        unsigned_activations: write int8 activations as uint8 with a zero point that is 128 higher. The values are the
+            same; ONNX Runtime's kernels for x86 want them unsigned. False keeps them signed, as TensorRT wants them.
+        input_names: names of the graph's inputs.
+        output_names: names of the graph's outputs.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingExtraError: the onnx extra is not installed.
+        ValueError: ``opset`` is too small for the model, ``int4`` is unknown, or an activation has no ONNX form.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    if int4 not in ("qdq", "matmul_nbits"):
+        raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
+    for module in ("onnx", "onnxscript", "onnx_ir"):
+        require(module, "onnx", "Export to ONNX")
+    lowered = lower(model, WeightStandIn, _activation_stand_in)
+    needed = _needed_opset(lowered)
+    if opset is not None and opset < needed:
+        raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
+    program = _traced(
+        lowered.model,
+        example_inputs,
+        dict(example_kwargs or {}),
+        dynamic_shapes,
+        needed if opset is None else opset,
+        input_names,
+        output_names,
+    )
+    _fill_in(program.model.graph, lowered, int4, unsigned_activations)
+    program.model.opset_imports.pop(DOMAIN, None)
+    if int4 == "matmul_nbits":
+        program.model.opset_imports["com.microsoft"] = 1
+    return _save(program, Path(path))
+
+
+def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:
+    if not simulator.is_stateless:
+        QuantizedActivation.from_simulator(simulator, name)
+    if has_nodes(simulator):
+        return ActivationStandIn(name)
+    if fits_arithmetic(simulator):
+        return ArithmeticActivation(simulator)
+    if simulator._is_fused():
+        raise ValueError(
+            f"Activation {name!r}: power-of-two scales that are computed at run time have no ONNX form. Use a static "
+            "qparam_calculator_cls, or leave scale_dtype out."
+        )
+    return None  # a custom class: its own arithmetic is traced
+
+
+def _needed_opset(lowered: LoweredModel) -> int:
+    weights = [weight_opset(tensor) for tensor in lowered.weights.values()]
+    activations = [activation_opset(simulator) for simulator in lowered.activations.values()]
+    return max([MIN_OPSET, *weights, *activations])
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    opset: int,
+    input_names: list[str] | None,
+    output_names: list[str] | None,
+) -> Any:
+    with torch.no_grad(), _quiet():
+        return torch.onnx.export(
+            model,
+            args,
+            kwargs=kwargs or None,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=dynamic_shapes,
+            input_names=input_names,
+            output_names=output_names,
+            optimize=True,
+            verbose=False,
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes on libraries that this model does not use from the user's terminal."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        registration.setLevel(level)
+
+
+def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
+    """Replace every stand-in node by the nodes of what it stands for."""
+    for number, node in enumerate(list(graph)):
+        if node.domain != DOMAIN:
+            continue
+        name = node.attributes["name"].value
+        output = node.outputs[0]
+        if node.op_type == ACTIVATION:
+            build = NodeBuilder(graph, node, name, number)
+            _replace(output, build_activation(build, node.inputs[0], lowered.activations[name], unsigned))
+        elif node.op_type == WEIGHT:
+            _fill_in_weight(graph, node, lowered.weights[name], int4, number)
+        before = node.inputs[0].producer() if node.op_type == ACTIVATION else None
+        graph.remove(node, safe=True)
+        if before is not None and not any(value.uses() or value in graph.outputs for value in before.outputs):
+            graph.remove(before, safe=True)  # a ReLU that is now done on the codes
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in graph.outputs:
+            del graph.initializers[name]
+
+
+def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, number: int) -> None:
+    name, output = node.attributes["name"].value, node.outputs[0]
+    if int4 == "matmul_nbits":
+        use_matmul_nbits(graph, node, name, tensor)
+    transposes = [use.node for use in output.uses()]
+    if (
+        transposes
+        and isinstance(tensor, QuantizedTensor)
+        and all(user.op_type == "Transpose" and user.domain == "" for user in transposes)
+    ):
+        for which, user in enumerate(transposes):
+            order = tuple(user.attributes["perm"].value)
+            suffix = "_".join(map(str, order))
+            build = NodeBuilder(graph, node, f"{name}_order_{suffix}", f"{number}_{which}")
+            value = build_weight(build, permuted(tensor, order))
+            _replace(user.outputs[0], value)
+            graph.remove(user, safe=True)
+    elif output.uses() or output in graph.outputs:
+        _replace(output, build_weight(NodeBuilder(graph, node, name, number), tensor))
+
+
+def _replace(old: Any, new: Any) -> None:
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    if new.shape is None:
+        new.shape, new.type = old.shape, old.type
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def _save(program: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program.save(str(path))
+    return path

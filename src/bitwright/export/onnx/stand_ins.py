@@ -1,0 +1,55 @@
+"""Modules that trace to one node each, which the exporter replaces by standard ONNX nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.artifact import CompressedTensor
+
+__all__ = ["ACTIVATION", "DOMAIN", "WEIGHT", "ActivationStandIn", "WeightStandIn"]
+
+DOMAIN = "bitwright"
+WEIGHT = "Weight"
+ACTIVATION = "Activation"
+
+
+class WeightStandIn(nn.Module):
+    """Traces to ``bitwright::Weight(name)``.
+
+    Args:
+        name: key of the weight.
+        tensor: gives shape and dtype.
+    """
+
+    def __init__(self, name: str, tensor: CompressedTensor[Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.shape = list(tensor.shape)
+        self.dtype = tensor.dtype
+        self.register_buffer("anchor", torch.zeros(0))
+
+    def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
+        anchor: Any = self.anchor
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{WEIGHT}", (anchor,), {"name": self.name}, dtype=self.dtype, shape=self.shape, version=1
+        )
+
+
+class ActivationStandIn(nn.Module):
+    """Traces to ``bitwright::Activation(x, name)``.
+
+    Args:
+        name: key of the activation.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{ACTIVATION}", (x,), {"name": self.name}, dtype=x.dtype, shape=x.shape, version=1
+        )

@@ -1,0 +1,331 @@
+"""ONNX files run in ONNX Runtime and give what the prepared model computes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import onnx
+
+from bitwright.artifact.packed import pack_tensor
+from bitwright.export.onnx import export_onnx, run_onnx
+from bitwright.export.onnx.nbits import nbits_operands
+from bitwright.export.onnx.runtime import open_session
+from bitwright.quantization import QuantizationSpec
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
+from tests.artifact.strategies import weight_specs
+
+from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
+
+ENOUGH_DB = 60
+
+
+def _spec(dtype, granularity=CHANNEL, **options):
+    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
+
+
+WEIGHTS = {
+    **{dtype: (ConvNet, _spec(dtype)) for dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint3", "int6", "int1")},
+    "int8 asymmetric": (ConvNet, _spec("int8", qscheme="asymmetric")),
+    "uint4 asymmetric": (ConvNet, _spec("uint4", qscheme="asymmetric")),
+    "int8 per tensor": (ConvNet, QuantizationSpec(dtype="int8")),
+    "int4 blocks": (Mlp, _spec("int4", blocks(32))),
+    "int4 blocks of channels": (ConvNet, _spec("int4", blocks(4, axis=0))),
+    "int8 square blocks": (Mlp, _spec("int8", PerBlockGranularity(block_size=(32, 32)))),
+    "int4 minval": (ConvNet, _spec("int4", qformulation="minval")),
+    "uint8 minval per tensor": (ConvNet, QuantizationSpec(dtype="uint8", qformulation="minval")),
+    "int4 minval blocks": (Mlp, _spec("int4", blocks(32), qformulation="minval")),
+    "fp8": (ConvNet, _spec("float8_e4m3fn")),
+    "fp8 wide": (ConvNet, _spec("float8_e5m2")),
+    "mxfp8": (Mlp, _spec("float8_e4m3fn", blocks(32), scale_dtype="float8_e8m0fnu")),
+    "fp4": (Mlp, _spec("float4_e2m1fn_x2", blocks(32))),
+}
+
+
+def _exported(ready, x, tmp_path, **options):
+    return export_onnx(ready, (x,), tmp_path / "model.onnx", **options)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name, optimize, tmp_path):
+    """Equal up to the order of float additions, with and without ONNX Runtime's graph optimizations."""
+    kind, spec = WEIGHTS[name]
+    model, x = built(kind)
+    _, ready = prepared(model, x, spec)
+    path = _exported(ready, x, tmp_path)
+    assert sqnr(ready(x), run_onnx(path, (x,), optimize=optimize)[0]) > 120
+
+
+ACTIVATIONS = {
+    f"{dtype} {scheme} {formulation}": QuantizationSpec(dtype=dtype, qscheme=scheme, qformulation=formulation)
+    for dtype in ("int8", "uint8", "int4")
+    for scheme in ("symmetric", "asymmetric", "symmetric_with_clipping")
+    for formulation in ("zp", "minval")
+} | {
+    "fp8": QuantizationSpec(dtype="float8_e4m3fn"),
+    "fp8 wide": QuantizationSpec(dtype="float8_e5m2"),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name, mode, tmp_path):
+    """The codes of the output are those of the prepared model, also for inputs beyond the calibrated range.
+
+    A float sum in another order may put a value on the other side of a rounding bound, which moves a code by one; that
+    may happen to a few codes, and no more.
+    """
+    model, x = built(ConvNet)
+    _, ready = prepared(model, x, W8, ACTIVATIONS[name], mode)
+    path = _exported(ready, x, tmp_path)
+    for inputs in (x, 4 * x):
+        expected = ready(inputs)
+        step = (expected.max() - expected.min()) / 200
+        for optimize in (False, True):
+            found = run_onnx(path, (inputs,), optimize=optimize)[0]
+            if sqnr(expected, found) < ENOUGH_DB:
+                assert float((expected - found).abs().max()) <= 4 * step
+                assert float(((expected - found).abs() > 1e-5).float().mean()) < 0.35
+            assert sqnr(expected, found) > 25
+
+
+OTHERS = {
+    "per channel": QuantizationSpec(granularity=PerChannelGranularity(axis=-1)),
+    "dynamic": QuantizationSpec(qparam_calculator_cls="dynamic"),
+    "dynamic asymmetric": QuantizationSpec(qparam_calculator_cls="dynamic", qscheme="asymmetric", dtype="uint8"),
+    "dynamic per token": QuantizationSpec(qparam_calculator_cls="dynamic", granularity=PerTokenGranularity()),
+    "blocks": QuantizationSpec(granularity=PerBlockGranularity(axis=-1, block_size=32)),
+    "fp8 blocks": QuantizationSpec(dtype="float8_e4m3fn", granularity=PerBlockGranularity(axis=-1, block_size=32)),
+    "fp4 blocks": QuantizationSpec(dtype="float4_e2m1fn_x2", granularity=PerBlockGranularity(axis=-1, block_size=32)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_activations_that_become_arithmetic(name, tmp_path):
+    """What quantize nodes cannot hold is written as plain operators, and is as exact."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, OTHERS[name])
+    path = _exported(ready, x, tmp_path)
+    for optimize in (False, True):
+        assert sqnr(ready(x), run_onnx(path, (x,), optimize=optimize)[0]) > ENOUGH_DB
+
+
+def test_power_of_two_scales_at_run_time_are_refused_by_name(tmp_path):
+    model, x = built(Mlp)
+    spec = QuantizationSpec(
+        dtype="float8_e4m3fn",
+        granularity=PerBlockGranularity(axis=-1, block_size=32),
+        scale_dtype="float8_e8m0fnu",
+        qparam_calculator_cls="dynamic",
+    )
+    _, ready = prepared(model, x, W8, spec)
+    with pytest.raises(ValueError, match=r"up\.linear_quantize_input.*power-of-two scales"):
+        _exported(ready, x, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_int8_models_run_on_integer_kernels(mode, tmp_path):
+    """ONNX Runtime finds its integer convolutions and products in the file, not only dequantized float ones."""
+    model, x = built(ConvNet)
+    _, ready = prepared(model, x, W8, QuantizationSpec(), mode)
+    path = _exported(ready, x, tmp_path)
+    runtime = pytest.importorskip("onnxruntime")
+    options = runtime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 2
+    assert kinds.count("QGemm") + kinds.count("QLinearMatMul") == 2
+    assert "Conv" not in kinds
+
+
+def test_signed_activations_on_request(tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    path = _exported(ready, x, tmp_path, unsigned_activations=False)
+    types = {i.name: i.data_type for i in onnx.load(path).graph.initializer if "zero_point" in i.name}
+    assert set(types.values()) == {onnx.TensorProto.INT8}
+    assert sqnr(ready(x), run_onnx(path, (x,), optimize=False)[0]) > ENOUGH_DB
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("rank", [2, 3])
+def test_matmul_nbits(dtype, scheme, rank, tmp_path):
+    """Linear layers with 4-bit blocks become ONNX Runtime's own operator, which computes the same."""
+    model, x = built(Mlp)
+    x = x if rank == 2 else x.reshape(2, 2, 64)
+    _, ready = prepared(model, x, _spec(dtype, blocks(32), qscheme=scheme))
+    path = _exported(ready, x, tmp_path, int4="matmul_nbits")
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds.count("MatMulNBits") == 2
+    assert not {"MatMul", "Gemm", "DequantizeLinear"} & set(kinds)
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > 100
+    assert path.stat().st_size < 0.35 * sum(p.nbytes for p in model.parameters()) + 4000
+
+
+def test_matmul_nbits_operands_follow_the_operators_definition():
+    """Codes unpack to ``(code - zero point) * scale`` by the rules of the operator's documentation."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, _spec("int4", blocks(32), qscheme="asymmetric"))
+    from bitwright.artifact import Artifact
+
+    tensor = Artifact.from_model(ready)["up.weight"]
+    codes, scale, points = nbits_operands(tensor)
+    outputs, groups = tensor.layout.counts
+    low, high = codes & 15, codes >> 4
+    unpacked = torch.stack([low, high], -1).reshape(outputs, groups, 32).float()
+    zero = torch.stack([points & 15, points >> 4], -1).reshape(outputs, -1)[:, :groups].float()
+    values = (unpacked - zero[..., None]) * scale.reshape(outputs, groups, 1)
+    assert torch.equal(values.reshape(tensor.shape), tensor.decode())
+
+
+def test_dynamic_shapes_are_kept(tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    path = _exported(ready, x, tmp_path, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for batch in (1, 4, 9):
+        inputs = torch.randn(batch, 64)
+        assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
+
+
+def test_the_smallest_opset_is_chosen_and_a_smaller_one_refused(tmp_path):
+    model, x = built(Mlp)
+    needs = {"int8": (CHANNEL, 18), "int4": (CHANNEL, 21), "float8_e4m3fn": (CHANNEL, 19)}
+    for dtype, (granularity, opset) in needs.items():
+        _, ready = prepared(model, x, _spec(dtype, granularity))
+        path = _exported(ready, x, tmp_path)
+        assert [o.version for o in onnx.load(path).opset_import if o.domain == ""] == [opset]
+    with pytest.raises(ValueError, match="needs ONNX opset 21, got opset=18"):
+        _exported(prepared(model, x, _spec("int4"))[1], x, tmp_path, opset=18)
+
+
+def test_codes_in_the_file_are_those_of_the_artifact(tmp_path):
+    """The initializers hold the packed codes themselves, four bits each."""
+    from bitwright.artifact import Artifact
+
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, _spec("int4", blocks(32)))
+    tensor = Artifact.from_model(ready)["up.weight"]
+    stored = {i.name: i for i in onnx.load(_exported(ready, x, tmp_path)).graph.initializer}
+    codes = next(i for name, i in stored.items() if name.startswith("up.weight") and name.endswith("quantized"))
+    assert codes.data_type == onnx.TensorProto.INT4
+    values = torch.from_numpy(onnx.numpy_helper.to_array(codes).astype("int8"))
+    assert torch.equal(values.reshape(tensor.shape), tensor.codes())
+    assert len(codes.raw_data) == tensor.parts["codes"].nbytes
+
+
+@pytest.mark.parametrize("case", ["plain", "groups", "vectors", "scaled"])
+def test_palettes(case, tmp_path):
+    """Look-up tables become Gather nodes on 4-bit indices."""
+    from bitwright.artifact import DenseTensor, palettized_tensor
+
+    torch.manual_seed(0)
+    groups, size = {"plain": ((1, 1), 1), "groups": ((4, 2), 1), "vectors": ((2, 1), 2), "scaled": ((1, 1), 1)}[case]
+    lut = DenseTensor.from_tensor(torch.randn(*groups, 16, size))
+    scale = torch.rand(8 * size) if case == "scaled" else None
+    tensor = palettized_tensor(torch.randint(16, (8, 24)), lut, n_bits=4, channel_scale=scale)
+    model = nn.Sequential(nn.Linear(24, 8 * size))
+    x = torch.randn(3, 24)
+    from bitwright.export.lowering import lower
+
+    packed = pack_tensor(model[0], "weight", tensor)
+    expected = model(x)
+    from bitwright.export.onnx import exporter
+
+    class _Simulator(nn.Module):
+        pass
+
+    lowered = lower(nn.Sequential(nn.Linear(24, 8 * size)), exporter.WeightStandIn, exporter._activation_stand_in)
+    from bitwright.artifact.packed import replace_weight
+
+    replace_weight(lowered.model[0], "weight", exporter.WeightStandIn("w", tensor), tensor.dtype)
+    lowered.model[0].bias.data = model[0].bias.data
+    lowered.weights["w"] = tensor
+    program = exporter._traced(lowered.model, (x,), {}, None, 21, None, None)
+    exporter._fill_in(program.model.graph, lowered, "qdq", True)
+    program.model.opset_imports.pop("bitwright", None)
+    path = exporter._save(program, tmp_path / "palette.onnx")
+    assert sqnr(expected, run_onnx(path, (x,))[0]) > 120
+    types = {i.data_type for i in onnx.load(path).graph.initializer}
+    assert onnx.TensorProto.UINT4 in types
+    assert packed is not None
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    model, x = built(Tied)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    path = _exported(ready, x, tmp_path)
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB
+    names = [i.name for i in onnx.load(path).graph.initializer]
+    assert len(names) == len(set(names))
+    assert sum(name.endswith("weight_quantized") for name in names) == 2
+
+
+def test_half_precision(tmp_path):
+    model, x = built(Mlp, torch.float16)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    found = run_onnx(_exported(ready, x, tmp_path), (x,))[0]
+    assert found.dtype == torch.float16
+    assert sqnr(ready(x), found) > 35
+
+
+def test_the_model_is_left_alone(tmp_path):
+    model, x = built(ConvNet)
+    for mode in ("eager", "graph"):
+        _, ready = prepared(model, x, W8, QuantizationSpec(), mode)
+        before, y = copy.deepcopy(ready.state_dict()), ready(x)
+        _exported(ready, x, tmp_path)
+        after = ready.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert torch.equal(ready(x), y)
+
+
+def test_keyword_inputs_and_names(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x, factor=None):
+            y = self.fc(x)
+            return y if factor is None else y * factor
+
+    model, x, factor = Scaled().eval(), torch.randn(2, 8), torch.randn(2, 4)
+    from bitwright.quantization import Quantizer, QuantizerConfig
+
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager"))
+    ready = quantizer.prepare((x,), example_kwargs={"factor": factor})
+    path = export_onnx(
+        ready, (x,), tmp_path / "m.onnx", example_kwargs={"factor": factor}, input_names=["a", "b"], output_names=["c"]
+    )
+    session = open_session(path)
+    assert [value.name for value in session.get_inputs()] == ["a", "b"]
+    assert sqnr(ready(x, factor=factor), run_onnx(path, {"a": x, "b": factor})[0]) > 120
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(weight_specs((32, 32)), st.sampled_from(["eager", "graph"]))
+def test_random_weight_specs(tmp_path, spec, mode):
+    """Every spec that can be prepared is exported right."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, spec, mode=mode)
+    assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,))[0]) > 100
+
+
+def test_unknown_options_are_refused(tmp_path):
+    model, x = built(Mlp)
+    with pytest.raises(ValueError, match="int4 must be"):
+        _exported(prepared(model, x, W8)[1], x, tmp_path, int4="gptq")
