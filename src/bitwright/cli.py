@@ -20,7 +20,7 @@ def _root() -> None:
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="File for the table as JSON.")] = Path("out/demo.json"),
-    epochs: Annotated[int, typer.Option(help="Epochs of float training.")] = 12,
+    epochs: Annotated[int, typer.Option(help="Epochs of float training.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of data order and initial weights.")] = 0,
 ) -> None:
     """Train a small CNN on handwritten digits, quantize it in several ways and compare."""

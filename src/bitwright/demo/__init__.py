@@ -1,4 +1,4 @@
-"""The main job on real input: train a small CNN on handwritten digits, quantize it in eight ways, compare."""
+"""The main job on real input: train a small CNN on handwritten digits, compress it in many ways, compare."""
 
 from __future__ import annotations
 

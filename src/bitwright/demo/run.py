@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bitwright.common import ExportBackend
-from bitwright.quantization import Quantizer
+from bitwright.inspection import bits_per_weight
 
 from .digits import Digits, load_digits
 from .network import DigitsCNN, accuracy, train
-from .recipes import RECIPES, Recipe
+from .recipes import RECIPES
 
 __all__ = ["DemoResult", "DemoRow", "run_demo"]
 
@@ -29,8 +28,8 @@ class DemoRow:
     Attributes:
         name: recipe.
         accuracy: share of the held-out digits that are recognised.
-        bits_per_weight: bits of all parameters and buffers, compressed, divided by their number of elements.
-        bytes: the same in bytes.
+        bits_per_weight: packed bits of all parameters and buffers, divided by their number of elements.
+        bytes: the packed bytes.
         sqnr_db: power of the float model's logits over the power of the difference, in dB; None for the float model.
         seconds: time for preparing, calibrating, training and finalizing.
     """
@@ -56,7 +55,7 @@ class DemoResult:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-def run_demo(*, epochs: int = 12, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> DemoResult:
+def run_demo(*, epochs: int = 10, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> DemoResult:
     """Train the float network, then make every row of :data:`RECIPES` from it.
 
     Args:
@@ -73,49 +72,27 @@ def run_demo(*, epochs: int = 12, seed: int = 0, progress: Callable[[str], None]
     start = time.perf_counter()
     train(model.train(), digits, epochs=epochs, learning_rate=5e-3, seed=seed)
     model.eval()
+    seconds = time.perf_counter() - start
     with torch.no_grad():
         reference = model(digits.test_images)
-    elements, size = _dense_size(model)
-    seconds = time.perf_counter() - start
     result = DemoResult(versions={"bitwright": __version__, "torch": torch.__version__})
-    result.rows.append(
-        DemoRow("float32", accuracy(reference, digits.test_labels), 8 * size / elements, size, None, seconds)
-    )
+    result.rows.append(_row("float32", model, digits, None, seconds))
     for recipe in RECIPES:
         progress(recipe.name)
-        result.rows.append(_make_row(recipe, model, digits, reference, seed))
+        start = time.perf_counter()
+        finalized = recipe.compress(copy.deepcopy(model), digits, seed)
+        seconds = time.perf_counter() - start
+        result.rows.append(_row(recipe.name, finalized, digits, reference, seconds))
     return result
 
 
-def _make_row(recipe: Recipe, model: nn.Module, digits: Digits, reference: torch.Tensor, seed: int) -> DemoRow:
-    start = time.perf_counter()
-    quantizer = Quantizer(copy.deepcopy(model), recipe.config())
-    any_batch = {"images": {0: torch.export.Dim.DYNAMIC}}
-    prepared = quantizer.prepare((digits.train_images[:64],), dynamic_shapes=any_batch)
-    plan = quantizer.applied_plan
-    assert plan is not None
-    if recipe.calibrate:
-        with quantizer.calibration_mode(), torch.no_grad():
-            for images in torch.split(digits.train_images, 64)[:8]:
-                prepared(images)
-    if recipe.epochs:
-        with quantizer.training_mode():
-            train(prepared, digits, epochs=recipe.epochs, learning_rate=2e-3, seed=seed)
-    finalized = quantizer.finalize(backend=ExportBackend._TORCH)
-    seconds = time.perf_counter() - start
-    finalized.eval()
+def _row(name: str, model: nn.Module, digits: Digits, reference: torch.Tensor | None, seconds: float) -> DemoRow:
+    model.eval()
     with torch.no_grad():
-        logits = finalized(digits.test_images)
-    elements, size = _dense_size(model)
-    size += plan.compressed_bytes - plan.dense_bytes
-    return DemoRow(
-        recipe.name,
-        accuracy(logits, digits.test_labels),
-        8 * size / elements,
-        size,
-        sqnr_db(reference, logits),
-        seconds,
-    )
+        logits = model(digits.test_images)
+    size = bits_per_weight(model)
+    sqnr = None if reference is None else sqnr_db(reference, logits)
+    return DemoRow(name, accuracy(logits, digits.test_labels), size.bpw, size.total_bits // 8, sqnr, seconds)
 
 
 def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -123,8 +100,3 @@ def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
     signal = reference.double().square().sum()
     noise = (reference.double() - other.double()).square().sum()
     return float(10 * torch.log10(signal / noise))
-
-
-def _dense_size(model: nn.Module) -> tuple[int, int]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum(t.numel() for t in tensors), sum(t.numel() * t.element_size() for t in tensors)

@@ -129,6 +129,12 @@ class Quantizer(_BaseModelCompressor):
         return self._model
 
     @property
+    def applied_config(self) -> QuantizerConfig:
+        """The configuration that the quantizer works with."""
+        config: QuantizerConfig = self._config
+        return config
+
+    @property
     def applied_plan(self) -> Plan | None:
         """The plan that ``prepare`` carried out; None before."""
         return self._plan
