@@ -1,0 +1,375 @@
+"""Kernels for palettes of vectors: nearest centroids, k-means++ seeding and Lloyd's algorithm.
+
+Points come as rows ``[N, D]``; a block of them is turned over so that vector registers run over points, with
+one centroid at a time. Random numbers are SplitMix64 (Steele, Lea and Flood 2014), one stream per run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from bitwright.palettization.clustering._jit import kernel
+
+_Floats = npt.NDArray[np.float64]
+_Real = npt.NDArray[np.floating]
+_Labels = npt.NDArray[np.uint8]
+
+_BLOCK = 256
+_HASH_SIZE = 1024
+
+
+@kernel
+def _turn(points: _Real, start: int, size: int, centre: _Floats, scale: float, block: _Real) -> None:
+    """Write ``scale · (points[start : start + size] - centre)`` into the columns of ``block [D, _BLOCK]``."""
+    for d in range(points.shape[1]):
+        for i in range(size):
+            block[d, i] = (points[start + i, d] - centre[d]) * scale
+
+
+@kernel
+def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt.NDArray[np.int32]) -> None:
+    """Squared distance to, and index of, the nearest centroid of each column; the lower index on a tie."""
+    dims = block.shape[0]
+    far = np.empty(_BLOCK, block.dtype)
+    for i in range(size):
+        best[i] = np.inf
+        labels[i] = 0
+    for k in range(centroids.shape[0]):
+        first = centroids[k, 0]
+        if dims == 1:
+            for i in range(size):
+                off = block[0, i] - first
+                far[i] = off * off
+        else:
+            second = centroids[k, 1]
+            for i in range(size):
+                off = block[0, i] - first
+                other = block[1, i] - second
+                far[i] = off * off + other * other
+        for d in range(2, dims):
+            here = centroids[k, d]
+            for i in range(size):
+                off = block[d, i] - here
+                far[i] += off * off
+        for i in range(size):
+            nearer = far[i] < best[i]
+            best[i] = far[i] if nearer else best[i]
+            labels[i] = k if nearer else labels[i]
+
+
+@kernel
+def label_vectors(points: _Real, scale: float, centroids: _Real, labels: _Labels) -> None:
+    """Index of the nearest row of ``centroids [K, D]`` to ``scale · points [N, D]``, in the centroids' dtype."""
+    centre = np.zeros(points.shape[1])
+    block = np.empty((points.shape[1], _BLOCK), centroids.dtype)
+    best = np.empty(_BLOCK, centroids.dtype)
+    nearest = np.empty(_BLOCK, np.int32)
+    for start in range(0, points.shape[0], _BLOCK):
+        size = min(_BLOCK, points.shape[0] - start)
+        _turn(points, start, size, centre, scale, block)
+        _compare(block, size, centroids, best, nearest)
+        for i in range(size):
+            labels[start + i] = nearest[i]
+
+
+@kernel
+def gather_step(
+    points: _Real,
+    weights: _Real,
+    centre: _Floats,
+    scale: float,
+    centroids: _Real,
+    masses: _Floats,
+    sums: _Floats,
+) -> tuple[float, float, int]:
+    """One pass of Lloyd's algorithm: add each point to the nearest centroid's mass and sum.
+
+    Args:
+        points: ``[N, D]``; they are centred and scaled on the way, and so are the sums.
+        weights: ``[N]``, or empty.
+        centre: float64 ``[D]``, subtracted.
+        scale: factor after that.
+        centroids: ``[K, D]`` of centred and scaled points.
+        masses: ``[K]``, added to.
+        sums: ``[K, D]``, added to.
+
+    Returns:
+        the squared error, and the largest weighted squared distance with its point's index.
+    """
+    dims = points.shape[1]
+    block = np.empty((dims, _BLOCK), centroids.dtype)
+    best = np.empty(_BLOCK, centroids.dtype)
+    nearest = np.empty(_BLOCK, np.int32)
+    error = 0.0
+    worst = -1.0
+    place = 0
+    for start in range(0, points.shape[0], _BLOCK):
+        size = min(_BLOCK, points.shape[0] - start)
+        _turn(points, start, size, centre, scale, block)
+        _compare(block, size, centroids, best, nearest)
+        for i in range(size):
+            weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
+            k = nearest[i]
+            masses[k] += weight
+            for d in range(dims):
+                sums[k, d] += weight * (np.float64(points[start + i, d]) - centre[d]) * scale
+            part = weight * np.float64(best[i])
+            error += part
+            if part > worst:
+                worst = part
+                place = start + i
+    return error, worst, place
+
+
+@kernel
+def error_of_vectors(points: _Real, weights: _Real, labels: _Labels, centroids: _Floats) -> float:
+    """Σ weight · |point - centroid|² in float64; ``weights`` may be empty."""
+    total = 0.0
+    for i in range(points.shape[0]):
+        part = 0.0
+        for d in range(points.shape[1]):
+            off = np.float64(points[i, d]) - centroids[labels[i], d]
+            part += off * off
+        total += part * (np.float64(weights[i]) if weights.size > 0 else 1.0)
+    return total
+
+
+@kernel
+def _draw(state: npt.NDArray[np.uint64]) -> float:
+    """The next uniform number in [0, 1) of a SplitMix64 stream."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    bits = state[0]
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return np.float64(bits >> np.uint64(11)) * 2.0**-53
+
+
+@kernel
+def _pick(chances: _Real, total: float, state: npt.NDArray[np.uint64]) -> int:
+    """An index with probability ``chances[i] / total``."""
+    left = _draw(state) * total
+    last = 0
+    for i in range(chances.size):
+        if chances[i] > 0.0:
+            last = i
+            left -= chances[i]
+            if left < 0.0:
+                break
+    return last
+
+
+@kernel
+def seed_centroids(
+    points: npt.NDArray[np.float32], weights: _Real, n_clusters: int, state: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float32]:
+    """k-means++ (Arthur and Vassilvitskii 2007): each next centroid is a point drawn by its weighted squared
+    distance to the nearest one so far. Ends early, with fewer rows, when no point is away from a centroid."""
+    n, dims = points.shape
+    centroids = np.empty((n_clusters, dims), np.float32)
+    nearest = np.full(n, np.inf, np.float32)
+    chances = np.ones(n)
+    if weights.size > 0:
+        chances[:] = weights
+    total = chances.sum()
+    for k in range(n_clusters):
+        if not total > 0.0:
+            return centroids[:k].copy()
+        chosen = points[_pick(chances, total, state)]
+        centroids[k] = chosen
+        total = 0.0
+        for i in range(n):
+            far = np.float32(0.0)
+            for d in range(dims):
+                off = points[i, d] - chosen[d]
+                far += off * off
+            nearest[i] = min(nearest[i], far)
+            chances[i] = nearest[i] * (np.float64(weights[i]) if weights.size > 0 else 1.0)
+            total += chances[i]
+    return centroids
+
+
+@kernel
+def moved_centroids(centroids: npt.NDArray[np.float32], masses: _Floats, sums: _Floats) -> int:
+    """Move centroids to the means of their points; returns one without points, or -1."""
+    empty = -1
+    for k in range(centroids.shape[0]):
+        if masses[k] > 0.0:
+            for d in range(centroids.shape[1]):
+                centroids[k, d] = sums[k, d] / masses[k]
+        else:
+            empty = k
+    return empty
+
+
+@kernel
+def run_lloyd(
+    points: npt.NDArray[np.float32],
+    weights: _Real,
+    centroids: npt.NDArray[np.float32],
+    steps: int,
+    tolerance: float,
+) -> float:
+    """Lloyd's algorithm in place, until a step lowers the error by less than ``tolerance`` of it.
+
+    A centroid that lost its points moves to the point that is worst served. Returns the error before the last
+    move.
+    """
+    centre = np.zeros(points.shape[1])
+    before = math.inf
+    error = math.inf
+    for _ in range(steps):
+        masses = np.zeros(centroids.shape[0])
+        sums = np.zeros(centroids.shape)
+        error, worst, place = gather_step(points, weights, centre, 1.0, centroids, masses, sums)
+        empty = moved_centroids(centroids, masses, sums)
+        if empty >= 0 and worst > 0.0:
+            centroids[empty] = points[place]
+        elif before - error <= tolerance * error:
+            break
+        before = error
+    return error
+
+
+@kernel
+def _stakes(
+    points: npt.NDArray[np.float32], weights: _Real, centroids: npt.NDArray[np.float32]
+) -> tuple[_Floats, _Floats]:
+    """What each centroid leaves as error ``[K]``, and by how much the error would rise without it ``[K]``."""
+    n_clusters, dims = centroids.shape
+    errors = np.zeros(n_clusters)
+    losses = np.zeros(n_clusters)
+    block = np.empty((dims, _BLOCK), np.float32)
+    best = np.empty(_BLOCK, np.float32)
+    second = np.empty(_BLOCK, np.float32)
+    far = np.empty(_BLOCK, np.float32)
+    nearest = np.empty(_BLOCK, np.int32)
+    centre = np.zeros(dims)
+    for start in range(0, points.shape[0], _BLOCK):
+        size = min(_BLOCK, points.shape[0] - start)
+        _turn(points, start, size, centre, 1.0, block)
+        best[:] = np.inf
+        second[:] = np.inf
+        for k in range(n_clusters):
+            far[:] = np.float32(0.0)
+            for d in range(dims):
+                here = centroids[k, d]
+                for i in range(size):
+                    off = block[d, i] - here
+                    far[i] += off * off
+            for i in range(size):
+                nearer = far[i] < best[i]
+                second[i] = best[i] if nearer else min(second[i], far[i])
+                nearest[i] = k if nearer else nearest[i]
+                best[i] = far[i] if nearer else best[i]
+        for i in range(size):
+            weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
+            errors[nearest[i]] += weight * best[i]
+            losses[nearest[i]] += weight * (second[i] - best[i])
+    return errors, losses
+
+
+@kernel
+def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int) -> npt.NDArray[np.bool_]:
+    """Which ``count`` centroids to drop: those of least loss, but no two that stand in for each other."""
+    order = np.argsort(losses)
+    dropped = np.zeros(order.size, np.bool_)
+    kept = np.zeros(order.size, np.bool_)
+    left = count
+    for k in order:
+        if left == 0 or kept[k]:
+            continue
+        dropped[k] = True
+        left -= 1
+        nearest = -1
+        least = np.inf
+        for other in range(order.size):
+            far = 0.0
+            for d in range(centroids.shape[1]):
+                far += (centroids[k, d] - centroids[other, d]) ** 2
+            if far < least and not dropped[other]:
+                least = far
+                nearest = other
+        if kept.sum() < order.size - count:
+            kept[nearest] = True
+    for k in order:
+        if left > 0 and not dropped[k]:
+            dropped[k] = True
+            left -= 1
+    return dropped
+
+
+@kernel
+def breathe(
+    points: npt.NDArray[np.float32],
+    weights: _Real,
+    centroids: npt.NDArray[np.float32],
+    error: float,
+    breath: int,
+    steps: int,
+    state: npt.NDArray[np.uint64],
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Leave a local optimum of Lloyd's algorithm (breathing k-means, Fritzke 2020, arXiv 2006.15666).
+
+    ``breath`` centroids are added where the error is largest, Lloyd's algorithm runs, the ones least missed are
+    dropped, and it runs again; what does not lower the error is undone and ``breath`` halved.
+
+    Returns:
+        centroids of the same shape and their squared error.
+    """
+    n_clusters, dims = centroids.shape
+    spread = 0.01 * math.sqrt(error / points.size)
+    while breath > 0:
+        errors, _ = _stakes(points, weights, centroids)
+        order = np.argsort(-errors)
+        grown = np.empty((n_clusters + breath, dims), np.float32)
+        grown[:n_clusters] = centroids
+        for i in range(breath):
+            for d in range(dims):
+                grown[n_clusters + i, d] = centroids[order[i], d] + spread * (2.0 * _draw(state) - 1.0)
+        run_lloyd(points, weights, grown, steps, 1e-3)
+        _, losses = _stakes(points, weights, grown)
+        trial = grown[~_expendable(grown, losses, breath)]
+        found = run_lloyd(points, weights, trial, steps, 1e-3)
+        if found < error * (1.0 - 1e-4):
+            centroids, error = trial, found
+        else:
+            breath //= 2
+    return centroids, error
+
+
+@kernel
+def few_vectors(points: _Real, weights: _Real, most: int) -> npt.NDArray[np.int64]:
+    """Rows that are the first of their kind among those of positive weight; stops at ``most + 1`` of them."""
+    dims = points.shape[1]
+    table = np.full(_HASH_SIZE, np.int64(-1))
+    found = np.empty(most + 1, np.int64)
+    size = 0
+    row = np.empty(dims, np.float64)
+    bits = row.view(np.uint64)
+    for i in range(points.shape[0]):
+        if weights.size > 0 and not weights[i] > 0.0:
+            continue
+        code = np.uint64(0)
+        for d in range(dims):
+            row[d] = points[i, d] + 0.0  # negative zero is zero
+            code = (code ^ bits[d]) * np.uint64(0x9E3779B97F4A7C15)
+            code ^= code >> np.uint64(29)
+        slot = np.int64(code & np.uint64(_HASH_SIZE - 1))
+        while table[slot] >= 0:
+            same = True
+            for d in range(dims):
+                same = same and points[table[slot], d] == points[i, d]
+            if same:
+                break
+            slot = (slot + 1) & (_HASH_SIZE - 1)
+        if table[slot] < 0:
+            table[slot] = i
+            found[size] = i
+            size += 1
+            if size > most:
+                break
+    return found[:size]

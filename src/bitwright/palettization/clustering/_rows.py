@@ -1,0 +1,53 @@
+"""Palettes of many rows at once, each row sorted; used for short rows and wherever nothing may be rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from bitwright.palettization.clustering._atoms import cluster_atoms
+from bitwright.palettization.clustering._jit import kernel
+
+_Floats = npt.NDArray[np.float64]
+
+
+@kernel
+def atoms_of_sorted(row: npt.NDArray[np.floating], weights: npt.NDArray[np.floating]) -> tuple[_Floats, _Floats]:
+    """Different values and their counts, or sums of weights; values of no weight are left out."""
+    size = 1
+    for i in range(1, row.size):
+        size += row[i] != row[i - 1]
+    values = np.empty(size)
+    masses = np.zeros(size)
+    at = 0
+    values[0] = row[0]
+    for i in range(row.size):
+        if row[i] != values[at]:
+            if masses[at] > 0.0:
+                at += 1
+            values[at] = row[i]
+        masses[at] += weights[i] if weights.size > 0 else 1.0
+    if masses[at] == 0.0 and at > 0:
+        at -= 1
+    return values[: at + 1], masses[: at + 1]
+
+
+@kernel
+def cluster_sorted_rows(
+    rows: npt.NDArray[np.floating],
+    weights: npt.NDArray[np.floating],
+    n_clusters: int,
+    limit: int,
+    tolerance: float,
+    centroids: _Floats,
+    errors: _Floats,
+) -> None:
+    """Cluster ascending rows ``[R, N]``; see :func:`~._atoms.cluster_atoms` for the limits.
+
+    ``weights`` is ``[R, N]`` in the same order with a positive sum in each row, or has no rows. Writes
+    ``centroids [R, n_clusters]`` and the errors of the merged rows, ``errors [R]``.
+    """
+    for i in range(rows.shape[0]):
+        some = weights[i] if weights.shape[0] > 0 else weights.reshape(-1)
+        values, masses = atoms_of_sorted(rows[i], some)
+        _, errors[i] = cluster_atoms(values, masses, n_clusters, limit, tolerance, centroids[i])
