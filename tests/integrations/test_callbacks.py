@@ -69,7 +69,11 @@ def test_transformers_trainer(tmp_path):
             learning_rate=1e-2,
         )  # fmt: skip
         return Trainer(
-            prepared, arguments, train_dataset=rows(), eval_dataset=rows(1e3), callbacks=[QATCallback(quantizer, resume)]
+            prepared,
+            arguments,
+            train_dataset=rows(),
+            eval_dataset=rows(1e3),
+            callbacks=[QATCallback(quantizer, resume)],
         )
 
     quantizer, prepared = make()

@@ -21,6 +21,7 @@ from ._one_pass import (
     measures_both_ends,
     tracks_in_place,
 )
+from ._sharded import is_sharded, on_whole
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
 from .errors import _BlockSizeMismatchError
@@ -31,6 +32,9 @@ from .qparams_calculator import QParams, QParamsCalculatorBase, StatefulQParamsC
 __all__ = ["FakeQuantizeForward"]
 
 _logger = logging.getLogger(__name__)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class FakeQuantizeForward(SwitchedModule):
@@ -94,6 +98,8 @@ class FakeQuantizeForward(SwitchedModule):
             self._sync_switches()
         if self._is_off:
             return tensor
+        if type(tensor) not in _PLAIN and is_sharded(tensor):
+            return on_whole(self.forward, tensor)
         calculator: Any = self._modules["qparams_calculator"]
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         if stateful and not tracing and type(tensor) is torch.nn.Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +90,7 @@ class _State:
         self.qparams_version = _total_version(qparams)
         self.grid = grid
         self.sample = _sample(weight)
-        self.bits = b"" if self.sample is None else self.sample.tobytes()
+        self.bits = b"" if self.sample is None else _bits(self.sample)
 
     @classmethod
     def of(cls, weight: torch.Tensor, qparams: QParams, grid: Grid) -> _State | None:
@@ -115,7 +114,7 @@ class _State:
             and qparams[1] is zero_point
             and qparams[2] is minval
             and _total_version(qparams) == self.qparams_version
-            and (self.sample is None or self.sample.tobytes() == self.bits)
+            and (self.sample is None or _bits(self.sample) == self.bits)
         )
 
 
@@ -127,10 +126,16 @@ def _total_version(tensors: QParams) -> int:
     return total
 
 
-def _sample(weight: torch.Tensor) -> Any:
-    """Return a NumPy view of elements spread over a contiguous tensor in main memory; None for any other."""
+def _sample(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of elements spread over a contiguous tensor in main memory; None for any other."""
     integers = _BITS_AS.get(weight.element_size())
     if integers is None or not weight.is_cpu or not weight.is_contiguous():
         return None
     elements = weight.detach().view(-1).view(integers)
-    return elements[:: max(1, elements.numel() // _SAMPLES)].numpy()
+    return elements[:: max(1, elements.numel() // _SAMPLES)]
+
+
+def _bits(sample: torch.Tensor) -> bytes:
+    """Return the bytes of a copy: a NumPy view would keep FSDP from freeing the weight's memory."""
+    data: bytes = sample.clone().numpy().tobytes()
+    return data

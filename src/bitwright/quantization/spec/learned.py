@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from bitwright.kernels.grid import block_view_shape
 
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase
+from ._sharded import is_sharded
 from .qscheme import QuantizationScheme
 from .range_calculator import MinMaxRangeCalculator
 
@@ -58,9 +60,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.dtype.is_floating_point:
-            raise ValueError(
-                f"{type(self).__name__} learns the step of an integer grid; got dtype={self.dtype}."
-            )
+            raise ValueError(f"{type(self).__name__} learns the step of an integer grid; got dtype={self.dtype}.")
         self._buffers["minval"] = None
         for name in self._LEARNED:
             self._buffers.pop(name, None)
@@ -156,7 +156,17 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             parameter.requires_grad_(not enabled)
 
     def reset_statistics(self) -> None:
-        """Find the initial values anew with the next tensor."""
+        """Find the initial values anew with the next tensor.
+
+        Parameters that are sharded over processes (FSDP) keep their values, with a warning: calibrate before sharding.
+        """
+        if any(is_sharded(p) for p in self._parameters.values() if p is not None):
+            warnings.warn(
+                "Learned quantization parameters are sharded already, so they start from what was observed before. "
+                "Calibrate before fully_shard().",
+                stacklevel=3,
+            )
+            return
         self._statistics, self._restart = None, True
 
     def _merge_statistics(self, other: Any) -> None:

@@ -1,0 +1,144 @@
+"""What the processes of the distributed tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerChannelGranularity, QuantizationComponentFactory
+
+CALCULATORS = {
+    "moving_average": {"qparam_calculator_cls": "moving_average", "averaging_constant": 0.3},
+    "global_minmax": {"qparam_calculator_cls": "global_minmax"},
+    "percentile": {"range_calculator_cls": "percentile"},
+    "mse": {"range_calculator_cls": "mse"},
+    "lsq": {"fake_quantize_cls": "lsq"},
+}
+
+
+class Net(nn.Module):
+    """Two linear layers; no batch norm, whose statistics are another matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that differ in scale from process to process, and labels."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 8, generator=generator) * (1 + rank + step)
+    return x, torch.randint(0, 4, (8,), generator=generator)
+
+
+def prepare(mode: str, **activation):
+    """A W8A8 network with the given activation spec; the same in every process."""
+    torch.manual_seed(0)
+    spec = QuantizationSpec(**activation)
+    kind = {"fake_quantize_cls": "lsq"} if activation.get("fake_quantize_cls") == "lsq" else {}
+    weight = QuantizationSpec(granularity=PerChannelGranularity(axis=0), **kind)
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_input_spec={"*": spec}, op_output_spec={"*": spec}, op_state_spec={"weight": weight}
+        ),
+        execution_mode=mode,
+    )
+    quantizer = Quantizer(Net(), config)
+    return quantizer, quantizer.prepare((torch.randn(8, 8),), **({} if mode == "eager" else _any_batch()))
+
+
+def _any_batch():
+    return {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2, max=64)},)}
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all tensors."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
+
+
+def calibrate(mode: str, steps: list[int], ranks: list[int], **activation) -> dict[str, torch.Tensor]:
+    """Calibrate on ``steps[rank]`` batches of each of ``ranks``, joined."""
+    quantizer, prepared = prepare(mode, **activation)
+    with quantizer.calibration_mode(), torch.no_grad():
+        for step in range(max(steps[rank] for rank in ranks)):
+            prepared(torch.cat([batch(step, rank)[0] for rank in ranks if step < steps[rank]]))
+    return state(prepared)
+
+
+def start(quantizer, prepared, ranks: list[int]) -> None:
+    """Calibrate on one batch of each of ``ranks``, joined."""
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(torch.cat([batch(9, rank)[0] for rank in ranks]))
+
+
+def train(quantizer, prepared, model: nn.Module, ranks: list[int], steps: int = 4) -> None:
+    """Train on the batches of ``ranks``, joined."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with quantizer.training_mode(prepared):
+        for step in range(steps):
+            parts = [batch(step, rank) for rank in ranks]
+            x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def run(rank: int, world: int, folder: str, jobs: list[str]) -> None:
+    """Entry point of a process: do the jobs, write the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    results = {}
+    for job in jobs:
+        name, _, rest = job.partition(":")
+        results[job] = globals()[f"job_{name}"](rank, world, *rest.split(","))
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def job_calibrate(rank: int, world: int, mode: str, kind: str):
+    return calibrate(mode, [4, 3, 2][:world], [rank], **CALCULATORS[kind])
+
+
+def job_ddp(rank: int, world: int, mode: str, kind: str):
+    quantizer, prepared = prepare(mode, **CALCULATORS[kind])
+    train(quantizer, prepared, nn.parallel.DistributedDataParallel(prepared), [rank])
+    return state(prepared)
+
+
+def job_fsdp(rank: int, world: int, kind: str):
+    from torch.distributed.fsdp import fully_shard
+
+    quantizer, prepared = prepare("eager", **CALCULATORS[kind])
+    start(quantizer, prepared, [rank])
+    for layer in (prepared.first, prepared.second):
+        fully_shard(layer)
+    fully_shard(prepared)
+    train(quantizer, prepared, prepared, [rank])
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in prepared.state_dict().items()
+        if torch.is_tensor(value)
+    }
+
+
+def job_dtensor(rank: int, world: int, kind: str, dim: str):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    spec = QuantizationSpec(fake_quantize_cls=kind, dtype="int4")
+    fq = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+    whole = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(int(dim))]))
+    y = fq(weight)
+    (y * distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(int(dim))])).sum().backward()
+    assert tuple(y.to_local().shape) != (8, 8)
+    return {"scale": fq.calculate_qparams()[0].clone(), "y": y.full_tensor(), "grad": weight.grad.full_tensor()}

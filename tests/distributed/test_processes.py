@@ -1,0 +1,123 @@
+"""Several processes equal one: calibration, DDP, FSDP2, DTensor; a failing rank ends the run. Gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bitwright.quantization import QuantizationSpec
+from bitwright.quantization.spec import QuantizationComponentFactory
+
+from . import processes
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+CALIBRATED = [
+    *(("eager", kind) for kind in processes.CALCULATORS),
+    ("graph", "moving_average"),
+    ("graph", "percentile"),
+]
+TRAINED = [("eager", "moving_average"), ("eager", "lsq"), ("graph", "moving_average")]
+
+
+def spawn(world, folder, jobs):
+    mp.spawn(processes.run, (world, str(folder), jobs), nprocs=world)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    jobs = [f"calibrate:{mode},{kind}" for mode, kind in CALIBRATED]
+    jobs += [f"ddp:{mode},{kind}" for mode, kind in TRAINED]
+    jobs += ["fsdp:moving_average", "fsdp:lsq", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
+    return spawn(2, tmp_path_factory.mktemp("two"), jobs)
+
+
+def assert_equal(results, job, expected, **tolerance):
+    for result in results:
+        assert result[job].keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(result[job][name], value, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("mode", "kind"), CALIBRATED)
+def test_two_shards_calibrate_as_one_process(two, mode, kind):
+    """Ranges after calibration on shards of unequal length are those of one process on all of it."""
+    exact = {} if kind == "lsq" else {"rtol": 0, "atol": 0}
+    assert_equal(
+        two,
+        f"calibrate:{mode},{kind}",
+        processes.calibrate(mode, [4, 3], [0, 1], **processes.CALCULATORS[kind]),
+        **exact,
+    )
+
+
+@pytest.mark.slow
+def test_three_shards_calibrate_as_one_process(tmp_path):
+    """The same with three processes."""
+    kinds = ("moving_average", "mse", "lsq")
+    results = spawn(3, tmp_path, [f"calibrate:eager,{kind}" for kind in kinds])
+    for kind in kinds:
+        expected = processes.calibrate("eager", [4, 3, 2], [0, 1, 2], **processes.CALCULATORS[kind])
+        assert_equal(results, f"calibrate:eager,{kind}", expected)
+
+
+@pytest.mark.parametrize(("mode", "kind"), TRAINED)
+def test_ddp_trains_as_one_process_on_the_joined_batch(two, mode, kind):
+    """Weights, learned steps and ranges agree after four steps."""
+    quantizer, prepared = processes.prepare(mode, **processes.CALCULATORS[kind])
+    processes.train(quantizer, prepared, prepared, [0, 1])
+    assert_equal(two, f"ddp:{mode},{kind}", processes.state(prepared), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["moving_average", "lsq"])
+def test_fsdp_trains_as_one_process_on_the_joined_batch(two, kind):
+    """fully_shard on every layer: parameters are sharded, quantization parameters are those of whole weights."""
+    quantizer, prepared = processes.prepare("eager", **processes.CALCULATORS[kind])
+    processes.start(quantizer, prepared, [0, 1])
+    processes.train(quantizer, prepared, prepared, [0, 1])
+    assert_equal(two, f"fsdp:{kind}", processes.state(prepared), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("default", 0), ("default", 1), ("lsq", 0)])
+def test_dtensors_get_the_parameters_of_the_whole(two, kind, dim):
+    """A sharded weight is quantized as the whole one, and so is its gradient."""
+    spec = QuantizationSpec(fake_quantize_cls=kind, dtype="int4")
+    fq = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+    whole = torch.nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    y = fq(whole)
+    (y * torch.arange(64.0).reshape(8, 8)).sum().backward()
+    expected = {"scale": fq.calculate_qparams()[0], "y": y, "grad": whole.grad}
+    assert_equal(two, f"dtensor:{kind},{dim}", {k: v.detach() for k, v in expected.items()}, rtol=0, atol=0)
+
+
+_FAILING = """
+import torch, torch.distributed as dist
+from tests.distributed import processes
+dist.init_process_group("gloo")
+quantizer, prepared = processes.prepare("eager")
+with quantizer.calibration_mode():
+    prepared(processes.batch(0, dist.get_rank())[0])
+    if dist.get_rank() == 1:
+        raise ValueError("the data of rank 1 is broken")
+"""
+
+
+@pytest.mark.slow
+def test_a_failing_rank_ends_the_run_with_its_error(tmp_path: Path):
+    """torchrun ends, soon and with the message, though the other rank waits in the merge."""
+    root = Path(__file__).parents[2]
+    script = tmp_path / "failing.py"
+    script.write_text(_FAILING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=root, check=False)
+    assert done.returncode != 0
+    assert "the data of rank 1 is broken" in done.stderr

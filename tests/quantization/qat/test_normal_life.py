@@ -1,0 +1,330 @@
+"""What happens to models in training, with a prepared one, in both modes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from bitwright.quantization import Quantizer
+from bitwright.quantization.config import QATSchedule
+from bitwright.quantization.qat import DistillationLoss
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .networks import MODES, ConvNet, Tied, images, make_config
+
+both_modes = pytest.mark.parametrize("mode", MODES)
+both_kinds = pytest.mark.parametrize("kind", ["plain", "lsq"])
+
+
+def start(mode, kind="plain", model=None, example=None, **prepare):
+    torch.manual_seed(0)
+    quantizer = Quantizer(ConvNet() if model is None else model, make_config(mode, kind))
+    prepared = quantizer.prepare((images()[0] if example is None else example,), **prepare)
+    if kind == "lsq":
+        with quantizer.calibration_mode(), torch.no_grad():
+            prepared(images(5)[0] if example is None else example)
+    return quantizer, prepared
+
+
+def tensors(model):
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def assert_identical(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, msg=name)
+
+
+def step(model, optimizer, seed=1):
+    x, y = images(seed)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_train_as_the_original(mode, kind, how):
+    """A copy made in the middle of training goes on by itself, and as the original does."""
+    quantizer, prepared = start(mode, kind)
+    with quantizer.training_mode():
+        step(prepared, torch.optim.SGD(prepared.parameters(), 0.1))
+        twin = copy.deepcopy(prepared) if how == "deepcopy" else pickle.loads(pickle.dumps(prepared))
+        before = tensors(prepared)
+        step(twin, torch.optim.SGD(twin.parameters(), 0.1), 2)
+        assert_identical(before, tensors(prepared))
+        step(prepared, torch.optim.SGD(prepared.parameters(), 0.1), 2)
+    original, copied = ({n: v for n, v in tensors(m).items() if "enabled" not in n} for m in (prepared, twin))
+    assert_identical(original, copied)
+
+
+@both_modes
+@both_kinds
+def test_averaged_models(mode, kind):
+    """An EMA model averages weights and learned steps, takes over the buffers, and quantizes."""
+    quantizer, prepared = start(mode, kind)
+    averaged = AveragedModel(prepared, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=False)
+    with quantizer.training_mode():
+        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+        mean = [p.detach().clone() for p in prepared.parameters()]
+        for seed in range(3):
+            step(prepared, optimizer, seed)
+            averaged.update_parameters(prepared)
+            share = 0.5 if seed else 1.0
+            mean = [torch.lerp(m, p.detach(), share) for m, p in zip(mean, prepared.parameters(), strict=True)]
+    for m, p in zip(mean, averaged.parameters(), strict=True):
+        torch.testing.assert_close(m, p)
+    y = averaged.eval()(images()[0])
+    assert y.isfinite().all()
+    assert not torch.equal(y, prepared.eval()(images()[0]))
+
+
+@both_modes
+@both_kinds
+def test_gradient_checkpointing_changes_nothing(mode, kind):
+    """The recomputed forward neither observes twice nor quantizes differently: equal gradients and ranges."""
+    results = []
+    for recompute in (False, True):
+        quantizer, prepared = start(mode, kind)
+        x, y = images(1)
+        with quantizer.training_mode():
+            for module in prepared.modules():  # batch norm statistics do move twice, in any model
+                if hasattr(module, "momentum"):
+                    module.momentum = 0.0
+            if mode == "graph":  # an observer that stands at several places has moved on when the first is recomputed
+                prepared(x)
+                quantizer.disable_observer()
+            output = checkpoint(prepared, x, use_reentrant=False) if recompute else prepared(x)
+            F.cross_entropy(output, y).backward()
+        state = {n: v for n, v in tensors(prepared).items() if "num_batches" not in n}
+        results.append((state, {n: p.grad for n, p in prepared.named_parameters()}))
+    assert_identical(results[0][0], results[1][0])
+    for name, grad in results[0][1].items():
+        torch.testing.assert_close(grad, results[1][1][name], msg=name)
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(mode, kind, dtype):
+    """Half-precision activations pass through simulators whose parameters stay float32; gradients are finite."""
+    quantizer, prepared = start(mode, kind)
+    x, y = images(1)
+    with quantizer.training_mode():
+        with torch.autocast("cpu", dtype):
+            loss = F.cross_entropy(prepared(x), y)
+        loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() and p.dtype == torch.float32 for p in prepared.parameters() if p.grad is not None)
+    for simulator in (m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)):
+        assert simulator.calculate_qparams()[0].dtype == torch.float32
+    prepared.eval()
+    assert prepared(x).isfinite().all()
+
+
+@both_modes
+def test_gradient_accumulation(mode):
+    """Two half batches accumulate to the gradient of the whole one, and count as one step of the schedule."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(ConvNet(), make_config(mode, "lsq", QATSchedule(disable_observer=50)))
+    any_batch = {} if mode == "eager" else {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2, max=64)},)}
+    prepared = quantizer.prepare((images()[0],), **any_batch)
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(images(1)[0])
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+    quantizer.step_with(optimizer)
+    x, y = images(1)
+    with quantizer.training_mode():
+        prepared.eval()  # batch norms see the halves apart
+        for simulator in (m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)):
+            simulator.disable_observer()
+        F.cross_entropy(prepared(x), y).backward()
+        whole = {n: p.grad.clone() for n, p in prepared.named_parameters() if p.grad is not None}
+        optimizer.zero_grad()
+        for half in (slice(0, 4), slice(4, 8)):
+            (F.cross_entropy(prepared(x[half]), y[half]) / 2).backward()
+        for name, parameter in prepared.named_parameters():
+            if name in whole:
+                torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-4, atol=1e-5, msg=name)
+        optimizer.step()
+    assert quantizer.state_dict()["step_count"] == 1
+
+
+@both_modes
+@both_kinds
+def test_torch_compile(mode, kind):
+    """A compiled model gives the same outputs and gradients; the backend traces without compiling to C++."""
+    quantizer, prepared = start(mode, kind)
+    x, y = images(1)
+    prepared.eval()
+    for simulator in (m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)):
+        simulator.disable_observer()
+    expected = prepared(x)
+    F.cross_entropy(expected, y).backward()
+    grads = {n: p.grad.clone() for n, p in prepared.named_parameters() if p.grad is not None}
+    prepared.zero_grad()
+    compiled = torch.compile(prepared, backend="aot_eager")
+    output = compiled(x)
+    F.cross_entropy(output, y).backward()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(dict(prepared.named_parameters())[name].grad, grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@both_modes
+@both_kinds
+def test_tied_weights_stay_tied(mode, kind):
+    """One weight, one simulator, one learned step; both uses see the same numbers after training."""
+    tokens = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(0))
+    quantizer, prepared = start(mode, kind, Tied(), tokens)
+    weights = [p for p in prepared.parameters() if p.shape == (16, 8)]
+    assert len(weights) == 1
+    simulators = [m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
+    assert sum(simulator.quantization_target.value == "weight" for simulator in simulators) == 2
+    with quantizer.training_mode():
+        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+        before = weights[0].detach().clone()
+        prepared(tokens).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(before, weights[0])
+
+
+@both_modes
+def test_any_batch_size(mode):
+    """Prepared with one batch size, trained with others."""
+    any_batch = {} if mode == "eager" else {"dynamic_shapes": ({0: torch.export.Dim("batch", min=2, max=64)},)}
+    quantizer, prepared = start(mode, "lsq", example=images()[0], **any_batch)
+    with quantizer.training_mode():
+        for count in (3, 8, 17):
+            x, y = images(count, count)
+            F.cross_entropy(prepared(x), y).backward()
+    assert prepared.eval()(images(0, 5)[0]).shape == (5, 4)
+
+
+@both_modes
+@both_kinds
+def test_frozen_submodules(mode, kind):
+    """A frozen weight stays, gets no gradient, and the rest trains."""
+    quantizer, prepared = start(mode, kind)
+    frozen = next(p for n, p in prepared.named_parameters() if "block" in n and p.ndim == 4)
+    frozen.requires_grad_(False)
+    before = frozen.clone()
+    with quantizer.training_mode():
+        free = [p for p in prepared.parameters() if p.requires_grad]
+        values = [p.detach().clone() for p in free]
+        step(prepared, torch.optim.SGD(free, 0.1))
+    assert torch.equal(frozen, before)
+    assert frozen.grad is None
+    assert sum(not torch.equal(a, b) for a, b in zip(values, free, strict=True)) > len(free) // 2
+
+
+class Adapter(nn.Module):
+    """A low-rank update beside a frozen layer, as LoRA does it (arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+@both_modes
+def test_adapters_over_quantized_bases(mode):
+    """Only the adapter trains; the base stays at its quantized values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapter(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4))
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model[0].down.requires_grad_(True)
+    model[0].up.requires_grad_(True)
+    x = torch.randn(16, 8)
+    config = make_config(mode)
+    everywhere = config.global_config
+    config.set_module_name("0", None).set_module_name(r"0\.base", everywhere)
+    quantizer = Quantizer(model, config)
+    prepared = quantizer.prepare((x,))
+    adapters = [p for p in prepared.parameters() if p.requires_grad]
+    assert {tuple(p.shape) for p in adapters} == {(2, 8), (8, 2)}
+    with quantizer.training_mode():
+        optimizer = torch.optim.Adam(adapters, 1e-2)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (prepared(x) - x[:, :4]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_peft_adapters():
+    """PEFT wraps the layers of a prepared eager model and trains over them."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.first, model.second = nn.Linear(8, 8), nn.Linear(8, 4)
+    quantizer, prepared = start("eager", model=model, example=torch.randn(16, 8))
+    x = torch.randn(16, 8)
+    expected = prepared.eval()(x)
+    adapted = inject_adapter_in_model(LoraConfig(target_modules=["first"], r=2), prepared)
+    torch.testing.assert_close(adapted.eval()(x), expected)
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora" in name for name in trained)
+    with quantizer.training_mode():
+        adapted(x).sum().backward()
+
+
+@both_modes
+def test_distillation(mode):
+    """The loss is the divergence by the formula, and training with it brings the student nearer to the teacher."""
+    torch.manual_seed(0)
+    teacher = ConvNet().eval()
+    quantizer = Quantizer(copy.deepcopy(teacher), make_config(mode, "plain", dtype="int3"))
+    prepared = quantizer.prepare((images()[0],))
+    loss = DistillationLoss(prepared, teacher, temperature=2.0)
+    x = images(1)[0]
+    output = prepared.eval()(x)
+    p, q = (F.softmax(z.detach().double() / 2, -1) for z in (teacher(x), output))
+    torch.testing.assert_close(loss(output, x).double(), 4 * (p * (p / q).log()).sum(-1).mean(), rtol=1e-4, atol=1e-6)
+    assert not list(loss.parameters())
+    values = []
+    with quantizer.training_mode():
+        optimizer = torch.optim.Adam(prepared.parameters(), 1e-3)
+        prepared.eval()
+        for _ in range(40):
+            optimizer.zero_grad()
+            value = loss(prepared(x), x)
+            value.backward()
+            optimizer.step()
+            values.append(value.item())
+    assert min(values[-5:]) < 0.7 * values[0]
+
+
+def test_distillation_of_layers():
+    """Relative squared errors of layers are added with their weights; unknown layers and temperatures are refused."""
+    teacher, student = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)) for _ in range(2))
+    x = torch.randn(5, 4)
+    plain, layered = DistillationLoss(student, teacher), DistillationLoss(student, teacher, layers={"0": 0.5})
+    error = (student[0](x) - teacher[0](x)).square().sum() / teacher[0](x).square().sum()
+    torch.testing.assert_close(layered(student(x), x), plain(student(x), x) + 0.5 * error)
+    layered.close()
+    with pytest.raises(ValueError, match=r"layers \['9'\]"):
+        DistillationLoss(student, teacher, layers=["9"])
+    with pytest.raises(ValueError, match="temperature"):
+        DistillationLoss(student, teacher, temperature=0)
