@@ -1,6 +1,7 @@
 """Number formats defined slowly, by their standards, with exact rational arithmetic: the tests' independent truth.
 
-Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats Specification 1.0 (E2M1, E8M0).
+Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats Specification 1.0 (E2M1,
+E8M0).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -20,9 +21,9 @@ def float_codes(name: str) -> range:
 
 
 def boundary_values(name: str) -> list[float]:
-    """Every value, every middle between neighbours, and the floats next to each, of both signs, and beyond the range."""
+    """Every value, every middle between neighbours, the floats next to each, of both signs, and beyond the range."""
     values = [float_value(name, c) for c in finite_codes(name)]
-    middles = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     points = torch.tensor([*values, *middles, values[-1] * 1.03, values[-1] * 1.07, values[-1] * 2, 1e30, 1e-40])
     up = torch.nextafter(points, torch.tensor(math.inf))
     down = torch.nextafter(points, torch.tensor(-math.inf))
