@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from .bits import BitsPerWeightResult, bits_per_weight
+from .fidelity import compare
 from .inspector import ModelInspector
+from .metrics import ErrorMetrics, Histogram
+from .report import ActivationFidelity, EndToEnd, FidelityReport, LayerFidelity, WeightFidelity
 from .types import BoundaryEdge, InputEdge, ModelSummary, ModuleContext, ModuleInfo, OpInfo, SourceFrame
 
 __all__ = [
+    "ActivationFidelity",
     "BitsPerWeightResult",
-    "bits_per_weight",
     "BoundaryEdge",
+    "EndToEnd",
+    "ErrorMetrics",
+    "FidelityReport",
+    "Histogram",
     "InputEdge",
+    "LayerFidelity",
     "ModelInspector",
     "ModelSummary",
     "ModuleContext",
     "ModuleInfo",
     "OpInfo",
     "SourceFrame",
+    "WeightFidelity",
+    "bits_per_weight",
+    "compare",
 ]

@@ -29,8 +29,7 @@ class BitsPerWeightResult:
 
     def __repr__(self) -> str:
         return (
-            f"BitsPerWeightResult(bpw={self.bpw:.4f}, total_bits={self.total_bits}, "
-            f"total_weights={self.total_weights})"
+            f"BitsPerWeightResult(bpw={self.bpw:.4f}, total_bits={self.total_bits}, total_weights={self.total_weights})"
         )
 
 

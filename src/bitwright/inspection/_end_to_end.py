@@ -1,0 +1,73 @@
+"""What compression did to the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ._probe import float_tensors
+from .metrics import ErrorAccumulator
+from .report import EndToEnd
+
+__all__ = ["OutputStatistics"]
+
+
+class OutputStatistics:
+    """Adds up what outputs show.
+
+    Args:
+        metric: the user's metric, or None.
+    """
+
+    def __init__(self, metric: Callable[[Any, Any], float] | None = None) -> None:
+        self.metric = metric
+        self.error = ErrorAccumulator()
+        self.rows = 0
+        self.divergence = 0.0
+        self.agreeing = 0
+        self.scores: tuple[list[float], list[float]] = ([], [])
+
+    def add(self, reference: Any, compressed: Any, batch: Any) -> None:
+        """Add the outputs of both models for a batch.
+
+        Raises:
+            ValueError: a tensor has another shape than before.
+        """
+        tensors = float_tensors(reference), float_tensors(compressed)
+        for expected, found in zip(*tensors, strict=False):
+            try:
+                self.error.update(expected, found)
+            except ValueError as error:
+                raise ValueError(f"The model's output: {error}. Are these two forms of the same model?") from error
+        if all(tensors) and tensors[0][0].ndim and tensors[0][0].shape[-1] > 1:
+            self._add_rows(tensors[0][0].detach(), tensors[1][0].detach())
+        if self.metric is not None:
+            self.scores[0].append(float(self.metric(reference, batch)))
+            self.scores[1].append(float(self.metric(compressed, batch)))
+
+    def result(self) -> EndToEnd:
+        """Return the averages."""
+        rows = self.rows
+        return EndToEnd(
+            error=self.error.result(),
+            kl_divergence=self.divergence / rows if rows else None,
+            top1_agreement=self.agreeing / rows if rows else None,
+            metric_float=_mean(self.scores[0]),
+            metric_compressed=_mean(self.scores[1]),
+        )
+
+    def _add_rows(self, reference: torch.Tensor, compressed: torch.Tensor) -> None:
+        first = reference.double().reshape(-1, reference.shape[-1])
+        second = torch.nan_to_num(compressed.double().reshape(first.shape))
+        divergence = F.kl_div(second.log_softmax(-1), first.log_softmax(-1), reduction="sum", log_target=True)
+        if bool(torch.isfinite(divergence)):
+            self.divergence += max(0.0, float(divergence))
+            self.rows += len(first)
+            self.agreeing += int((first.argmax(-1) == second.argmax(-1)).sum())
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

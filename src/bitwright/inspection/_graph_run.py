@@ -1,0 +1,126 @@
+"""Evaluate a graph node by node, so that two graphs can advance together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._probe import Inputs
+
+__all__ = ["GraphRun", "evaluate"]
+
+_LIMIT = 400
+
+
+class GraphRun:
+    """Runs a graph module; values are freed after their last use.
+
+    Args:
+        module: the graph.
+        keep: by node, further nodes whose values it needs, so that they live until it has run.
+    """
+
+    def __init__(self, module: fx.GraphModule, keep: Mapping[fx.Node, list[fx.Node]] | None = None) -> None:
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(self.nodes):
+            for used in (*node.all_input_nodes, *((keep or {}).get(node, ()))):
+                last[used] = place
+        self.dying: dict[int, list[fx.Node]] = {}
+        for node, place in last.items():
+            self.dying.setdefault(place, []).append(node)
+        self.values: dict[fx.Node, Any] = {}
+
+    def steps(self, inputs: Inputs) -> Iterator[fx.Node]:
+        """Yield each node once its value is in ``values``; the last one is the output node.
+
+        Values may be replaced between steps.
+        """
+        self.values = {}
+        leaves = iter(_flat_inputs(self.module, inputs))
+        for place, node in enumerate(self.nodes):
+            if node.op == "placeholder":
+                self.values[node] = next(leaves)
+            elif node.op == "output":
+                result = _mapped(node.args[0], self.values.__getitem__)
+                codegen: Any = self.module.graph._codegen
+                self.values[node] = codegen.process_outputs(result)
+            else:
+                self.values[node] = call_node(self.module, node, self.values.__getitem__)
+            yield node
+            for dead in self.dying.get(place, ()):
+                self.values.pop(dead, None)
+
+    def output(self) -> Any:
+        """Return the model's output after the last step."""
+        return self.values[self.nodes[-1]]
+
+
+def call_node(module: fx.GraphModule, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Return the value of a node, given those of its arguments."""
+    if node.op == "get_attr":
+        return attribute(module, str(node.target))
+    args, kwargs = _mapped(node.args, value_of), _mapped(node.kwargs, value_of)
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def evaluate(module: fx.GraphModule, node: fx.Node, known: Mapping[str, Any]) -> Any:
+    """Return the value of one node from values known by name; None where it needs others.
+
+    What is in between is computed anew: simulators, folded weights and ops fused into one.
+    """
+    found: dict[fx.Node, Any] = {}
+    order: list[fx.Node] = []
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        if current in found or current in order:
+            pending.pop()
+            continue
+        if current.name in known and current is not node:
+            found[current] = known[current.name]
+            pending.pop()
+            continue
+        if current.op == "placeholder" or len(order) > _LIMIT:
+            return None
+        missing = [used for used in current.all_input_nodes if used not in found and used not in order]
+        if missing:
+            pending += missing
+            continue
+        order.append(current)
+        pending.pop()
+    for current in order:
+        found[current] = call_node(module, current, found.__getitem__)
+    return found[node]
+
+
+def attribute(module: torch.nn.Module, target: str) -> Any:
+    """Return what a dotted name refers to."""
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _mapped(arguments: Any, value_of: Callable[[fx.Node], Any]) -> Any:
+    return fx.node.map_arg(arguments, value_of)
+
+
+def _flat_inputs(module: fx.GraphModule, inputs: Inputs) -> list[Any]:
+    codegen: Any = module.graph._codegen
+    info = getattr(codegen, "pytree_info", None)
+    if info is None:
+        return [*inputs.args, *inputs.kwargs.values()]
+    kwargs_spec = info.in_spec.children()[1]
+    order = list(kwargs_spec.context or ())
+    kwargs = {key: inputs.kwargs[key] for key in order if key in inputs.kwargs}
+    return list(torch.utils._pytree.tree_leaves((tuple(inputs.args), kwargs)))

@@ -1,0 +1,122 @@
+"""What the two ways of running a pair of models have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+__all__ = ["ComparedWeight", "Inputs", "LayerHook", "LayerSite", "PairProbe", "float_tensors"]
+
+LayerHook: TypeAlias = Callable[["LayerSite", Any, Any, Any], None]
+"""Called with a layer and its outputs: of the float model, of the compressed layer on the float model's inputs (None if
+that cannot be had), and of the compressed model (None if it did not run there)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedWeight:
+    """A weight before and after compression.
+
+    Attributes:
+        name: dotted name in the float model.
+        reference: the float weight.
+        compressed: what the compressed model computes with.
+        entering: what enters ``simulator``.
+        simulator: the fake quantizer that makes the compressed weight, if there is one.
+    """
+
+    name: str
+    reference: torch.Tensor
+    compressed: torch.Tensor
+    entering: torch.Tensor
+    simulator: FakeQuantizeImplBase | None
+
+
+@dataclass(eq=False, slots=True)
+class LayerSite:
+    """A layer that both models have.
+
+    Attributes:
+        name: what the report calls it.
+        kind: class or op type.
+        module: path of the module that it runs in.
+        channel_axis: dimension of channels in its output.
+        weights: names of its weights.
+        activations: its activation quantizers by name.
+        can_substitute: whether it can be run by itself.
+    """
+
+    name: str
+    kind: str
+    module: str
+    channel_axis: int
+    weights: list[str] = field(default_factory=list)
+    activations: dict[str, FakeQuantizeImplBase] = field(default_factory=dict)
+    can_substitute: bool = True
+
+
+class PairProbe(ABC):
+    """Runs a float model and its compressed form side by side.
+
+    Attributes:
+        mode: ``"eager"`` or ``"graph"``.
+        layers: what can be compared, in order of execution.
+        notes: what cannot, and why.
+        recording: whether activation quantizers are observed: False while a layer is run by itself.
+    """
+
+    mode: str
+
+    def __init__(self) -> None:
+        self.layers: list[LayerSite] = []
+        self.notes: list[str] = []
+        self.recording = False
+
+    @abstractmethod
+    def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
+        """Run both models, layer by layer, and return both outputs."""
+
+    @abstractmethod
+    def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
+        """Run the float model with one layer in its compressed form and return its output; None if that fails."""
+
+    @abstractmethod
+    def weight(self, name: str) -> ComparedWeight | None:
+        """Return a weight of a layer; None where the compressed one cannot be read."""
+
+
+def float_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of a module's output, in order."""
+    leaves = tree_leaves(_plain(output))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if hasattr(output, "keys") and not isinstance(output, dict) else output
+
+
+def kind_axis(kind: str) -> int:
+    """Return the dimension of channels in the output of a kind of layer: 1 for convolutions, else the last."""
+    lowered = kind.lower()
+    return 1 if lowered.startswith(("conv", "lazyconv", "batchnorm", "batch_norm", "groupnorm", "max_pool")) else -1
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module has no children, parametrizations and simulators apart."""
+    children = module.named_children()
+    return all(name == "parametrizations" or isinstance(child, FakeQuantizeImplBase) for name, child in children)
