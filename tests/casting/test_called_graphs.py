@@ -130,9 +130,48 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.fc(x)
-        wide = h.float()
+        wide = torch.cat([half * 1 for half in h.float().chunk(2, -1)], -1)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
         return wide.bfloat16(), self.head(y)
+
+
+def test_graph_that_is_called_twice_is_cast_once_or_not_at_all() -> None:
+    """One call of the shared graph overflows with these inputs, so both stay float32."""
+
+    @torch.compiler.nested_compile_region
+    def grow(a: torch.Tensor) -> torch.Tensor:
+        return torch.exp(a) + 1
+
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.log(grow(x)), grow(y) * 2
+
+    x, y = torch.full((3,), 12.0), torch.zeros(3)
+    program = torch.export.export(Twice(), (x, y), strict=True)
+    if len(_inner_graphs(program)) != 1:
+        pytest.skip("this version of torch does not share the graph")
+    cast_fp32_to_fp16(program)
+    assert node_dtypes(program)[torch.float32] == 0
+    check_metadata(program, x.half(), y.half())
+    program = cast_fp32_to_fp16(torch.export.export(Twice(), (x, y), strict=True), example_inputs=(x, y))
+    assert {dtype(n) for n in _inner_graphs(program)[0].nodes if n.op == "call_function"} == {torch.float32}
+    first, second = run(program, x.half(), y.half())
+    assert torch.allclose(first.float(), x, atol=1e-2)
+    assert second.tolist() == [4.0] * 3
+
+
+def test_effect_tokens_are_no_numbers() -> None:
+    """The token that orders a check of ``linalg.inv`` is a float32 tensor only in name."""
+
+    class Inverse(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(x) * 2
+
+    x = torch.eye(3) * 4
+    program = cast_fp32_to_fp16(export(Inverse(), x), example_inputs=(x,))
+    tokens = [node for node in program.graph.nodes if node.op == "placeholder" and node.name == "token"]
+    assert all(dtype(token) == torch.float32 and len(token.users) == 1 for token in tokens)
+    assert run(program, x.half())[-1].tolist() == (torch.eye(3) / 2).tolist()
 
 
 def test_bfloat16_values_never_pass_through_float16() -> None:

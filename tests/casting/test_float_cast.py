@@ -248,6 +248,85 @@ def test_coordinates_of_a_resize_stay_float32() -> None:
     assert sqnr(reference, run(program, x.half())[0]) > 58
 
 
+def test_integers_beyond_float16_stay_float32() -> None:
+    """70000 made of a range is known to overflow, without example inputs."""
+
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.arange(70000, 70004).float() / 1e5
+
+    x = torch.zeros(4)
+    program = export(Late(), x)
+    reference = run(program, x)[0]
+    cast_fp32_to_fp16(program)
+    assert sqnr(reference, run(program, x.half())[0]) > 60
+
+
+def test_scalar_that_fills_a_tensor_beyond_float16_stays_float32() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + torch.full((2,), 1e6) / 1e6
+
+    program = cast_fp32_to_fp16(export(Filled(), torch.ones(2)))
+    assert run(program, torch.ones(2).half())[0].tolist() == [3.0, 3.0]
+
+
+def test_operator_that_refuses_half_is_left_in_float32() -> None:
+    """Nobody lists it: its own shape function says no."""
+
+    @torch.library.custom_op("bitwright_test::only_float32", mutates_args=())
+    def only_float32(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @only_float32.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return torch.empty_like(x)
+
+    class Uses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.bitwright_test.only_float32(x + 1) + 1
+
+    program = cast_fp32_to_fp16(export(Uses(), torch.ones(2)))
+    assert dtype(find(program, torch.ops.bitwright_test.only_float32.default)) == torch.float32
+    assert run(program, torch.ones(2).half())[0].tolist() == [5.0, 5.0]
+    check_metadata(program, torch.ones(2).half())
+
+
+def test_mutated_input_keeps_the_dtype_that_it_is_fed_in() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.add_(torch.exp(y))
+            return x * 2
+
+    program = cast_fp32_to_fp16(export(Writes(), torch.zeros(2), torch.zeros(2)), ATEN.exp)
+    x = torch.zeros(2).half()
+    assert run(program, x, torch.zeros(2).half())[0].tolist() == [2.0, 2.0]
+    assert x.tolist() == [1.0, 1.0]
+
+
+def test_program_without_example_inputs() -> None:
+    program = export(nn.Linear(2, 2), torch.ones(1, 2))
+    program.example_inputs = None
+    assert cast_to_16_bit_precision(program).example_inputs is None
+
+
+def test_sine_of_trained_values_is_float16() -> None:
+    """Only positions are kept; a sine of an activation is no phase of a position."""
+
+    class Siren(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 4)
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.fc(i.float()))
+
+    program = cast_fp32_to_fp16(export(Siren(), torch.ones(3, 2, dtype=torch.int64)))
+    assert dtype(find(program, ATEN.sin.default)) == torch.float16
+
+
 def test_mutated_buffers_and_outputs_keep_one_signature(tmp_path: Path) -> None:
     """A buffer that the program updates is float16 inside, outside and in the signature."""
 

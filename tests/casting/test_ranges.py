@@ -39,6 +39,38 @@ EXPRESSIONS: list[tuple[Any, tuple[int, int] | None]] = [
     (lambda x, i: torch.ones(4, dtype=torch.int64).cumsum(0), (0, 4)),
     (lambda x, i: x.shape[0] * torch.ones(2, dtype=torch.int64), (5, 5)),
     (lambda x, i: x[0, :2].to(torch.uint8).long() + i.to(torch.int8), (-128, 255 + 127)),
+    (lambda x, i: (x.argmax(1) + 1).bool().long(), (1, 1)),
+    (lambda x, i: (i.clamp(-3, 9) - 20).abs(), (11, 23)),
+    (lambda x, i: -i.clamp(-3, 9), (-9, 3)),
+    (lambda x, i: i.clamp(-3, 9).max(), (-3, 9)),
+    (lambda x, i: torch.maximum(i.clamp(-3, 9), x.argmax()), (0, 34)),
+    (lambda x, i: torch.minimum(i.clamp(-3, 9), x.argmax()), (-3, 9)),
+    (lambda x, i: torch.maximum(i, x.argmax()), None),
+    (lambda x, i: i.clamp(-3, 9).masked_fill(i > 2, 40), (-3, 40)),
+    (lambda x, i: torch.nn.functional.pad(x.argmax(1), (1, 1), value=-2), (-2, 6)),
+    (lambda x, i: torch.tril(torch.full((3, 3), 5)), (0, 5)),
+    (lambda x, i: x.argmax(1).scatter(0, i * 1, 11), (0, 11)),
+    (lambda x, i: x.argmax(1).scatter_add(0, i * 1, i), None),
+    (lambda x, i: torch.slice_scatter(x.argmax(1), torch.tensor([8, 9]), 0, 0, 2), (0, 9)),
+    (lambda x, i: x.argmax(1).index_put((i * 1,), torch.tensor(8)), (0, 8)),
+    (lambda x, i: x.argmax(1).index_put((i * 1,), torch.tensor(8), accumulate=True), None),
+    (lambda x, i: (i.clamp(-9, 9) - 1) // 4, (-3, 2)),
+    (lambda x, i: torch.div(i.clamp(-9, 9), 4, rounding_mode="trunc"), (-2, 2)),
+    (lambda x, i: i.clamp(-9, 9) // i, None),
+    (lambda x, i: i % -10, None),
+    (lambda x, i: torch.fmod(i, -10), (-9, 9)),
+    (lambda x, i: torch.rsub(i.clamp(-3, 9), x.argmax(), alpha=2), (-18, 40)),
+    (lambda x, i: torch.rsub(i.clamp(-3, 9), x.argmax()), (-9, 37)),
+    (lambda x, i: torch.sub(x.argmax(), i.clamp(-3, 9), alpha=2), (-18, 40)),
+    (lambda x, i: x.argmax(1) & 5, (0, 7)),
+    (lambda x, i: i & 5, None),
+    (lambda x, i: torch.count_nonzero(x, 1), (0, 7)),
+    (lambda x, i: torch.randint(3, 10, (2,)), (3, 9)),
+    (lambda x, i: torch.sign(i), (-1, 1)),
+    (lambda x, i: torch.split(x.argmax(1), 2)[1], (0, 6)),
+    (lambda x, i: torch.nn.functional.one_hot(x.argmax(1), 7), (0, 1)),
+    (lambda x, i: torch.embedding(torch.tensor([[3], [-4], [9]]), i * 1), (-4, 9)),
+    (lambda x, i: torch.empty(0, dtype=torch.int64) + 3, None),
     (lambda x, i: i + 1, None),
     (lambda x, i: x.long(), None),
     (lambda x, i: i.sum(), None),
@@ -54,7 +86,7 @@ class Expressions(nn.Module):
 
 @pytest.fixture(scope="module")
 def bounds() -> list[Interval | None]:
-    program = export(Expressions(), torch.rand(5, 7), torch.tensor([3, 4]))
+    program = export(Expressions(), torch.rand(5, 7), torch.tensor([1, 2]))
     intervals = RangeAnalysis(program).intervals
     return [intervals.get(node) for node in program.graph.output_node().args[0]]
 
