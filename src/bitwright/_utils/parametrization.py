@@ -35,7 +35,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
         _use_live_weights(module)
 
     def undo() -> None:
-        chain: Any = module.parametrizations[name]  # type: ignore[index, union-attr]
+        chain: Any = module.parametrizations[name]  # type: ignore[index]
         if len(chain) > 1:
             del chain._modules[str(len(chain) - 1)]
             return

@@ -77,7 +77,7 @@ def stored_bytes(numel: int, bits: float, sparsity: float | None, overhead: int 
 
 def masked_bytes(stack: Sequence[nn.Module], numel: int, n_bits: int) -> int:
     """Return the change in packed bytes that a mask below quantized codes brings: the mask, less the removed codes."""
-    masks = [simulator.mask for simulator in stack if isinstance(getattr(simulator, "mask", None), torch.Tensor)]
+    masks = [mask for simulator in stack if isinstance(mask := getattr(simulator, "mask", None), torch.Tensor)]
     if not masks or masks[-1].numel() != numel:
         return 0
     kept = int(torch.count_nonzero(masks[-1]))

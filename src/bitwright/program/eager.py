@@ -265,7 +265,8 @@ def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return ``(parameter name, leaf)`` for the flattened arguments in the order of forward's signature."""
-    names = _forward_parameters(type(module))
+    cls: Any = type(module)
+    names = _forward_parameters(cls)
     named = [(names[i] if i < len(names) else f"arg_{i}", entry) for i, entry in enumerate(args)]
     order = {name: i for i, name in enumerate(names)}
     named += sorted(kwargs.items(), key=lambda entry: order.get(entry[0], len(order)))
