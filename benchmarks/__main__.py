@@ -1,0 +1,30 @@
+"""Run every benchmark, one after the other: ``python -m benchmarks [name ...]``.
+
+Each script prints its table and writes JSON under ``benchmarks/results/``. Set ``BITWRIGHT_PEER_PYTHON`` to an interpreter
+that has coreai-opt 0.3 to have it measured beside.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted(p.stem for p in HERE.glob("*.py") if not p.stem.startswith("_") and "__name__" in p.read_text())
+
+
+def main(names: list[str]) -> None:
+    """Run the scripts called ``names``, or all of them."""
+    unknown = sorted(set(names) - set(SCRIPTS))
+    if unknown:
+        raise SystemExit(f"No such benchmark: {', '.join(unknown)}. There are {', '.join(SCRIPTS)}.")
+    sys.path.insert(0, str(HERE))
+    for name in names or SCRIPTS:
+        print(f"\n== {name}", flush=True)
+        sys.argv = [name]
+        runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
