@@ -186,10 +186,11 @@ def fake_quantize(
         ValueError: as ``quantize``.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        result: torch.Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+        y: torch.Tensor
+        y, _ = _StraightThrough.apply(  # type: ignore[no-untyped-call]
             x, scale, zero_point, minval, block_size, grid
         )
-        return result
+        return y
     return _forward(x, scale, zero_point, minval, block_size, grid)[0]
 
 
@@ -208,25 +209,32 @@ def _forward(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """``fake_quantize`` with the gradient of the identity inside the range and zero outside."""
+    """``fake_quantize`` with the gradient of the identity inside the range and zero outside, and the mask for it.
+
+    Forward and context are apart, which function transforms (``torch.func``) ask for.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: torch.Tensor,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         minval: torch.Tensor | None,
         block_size: tuple[int, ...],
         grid: Grid,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, pre = _forward(x, scale, zero_point, minval, block_size, grid)
-        ctx.save_for_backward((pre >= grid.quant_min) & (pre <= grid.quant_max))
-        # autograd forbids in-place work (`relu_`) on a view that a custom function returned
-        return y.clone() if not torch.compiler.is_compiling() and y._is_view() else y
+        return y, (pre >= grid.quant_min) & (pre <= grid.quant_max)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return grad * mask, None, None, None, None, None
 
