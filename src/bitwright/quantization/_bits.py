@@ -48,7 +48,7 @@ def set_dtype(simulator: FakeQuantizeImplBase, dtype: torch.dtype, *, rescale: b
     simulator.clear_weight_memory()
     finder = calculator.range_calculator
     if finder.needs_spec:
-        finder._grid = Grid(dtype, *bounds, finder._grid.formulation)
+        finder._grid = Grid(dtype, bounds[0], bounds[1], finder._grid.formulation)
     if old is not None:
         with torch.no_grad():
             _keep_range(calculator, old, span, lowest)

@@ -106,7 +106,7 @@ def synchronized_observers(simulators: Sequence[FakeQuantizeImplBase]) -> Iterat
 def merged_statistics(simulators: Sequence[FakeQuantizeImplBase]) -> Iterator[None]:
     """Merge the statistics of all processes when the block ends; not if it raises."""
     calculators = _observing(simulators) if _is_distributed() else []
-    replayed = [
+    replayed: list[Any] = [
         calculator
         for calculator in calculators
         if isinstance(calculator, RunningRangeMixin) and type(calculator) is not GlobalMinMaxQParamsCalculator

@@ -101,7 +101,7 @@ def test_gradient_checkpointing_changes_nothing(mode, kind):
             for module in prepared.modules():  # batch norm statistics do move twice, in any model
                 if hasattr(module, "momentum"):
                     module.momentum = 0.0
-            if mode == "graph":  # an observer that stands at several places has moved on when the first is recomputed
+            if mode == "graph":  # a shared observer has moved on when its first place is recomputed
                 prepared(x)
                 quantizer.disable_observer()
             output = checkpoint(prepared, x, use_reentrant=False) if recompute else prepared(x)
@@ -125,7 +125,9 @@ def test_autocast(mode, kind, dtype):
             loss = F.cross_entropy(prepared(x), y)
         loss.backward()
     assert loss.isfinite()
-    assert all(p.grad.isfinite().all() and p.dtype == torch.float32 for p in prepared.parameters() if p.grad is not None)
+    assert all(
+        p.grad.isfinite().all() and p.dtype == torch.float32 for p in prepared.parameters() if p.grad is not None
+    )
     for simulator in (m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)):
         assert simulator.calculate_qparams()[0].dtype == torch.float32
     prepared.eval()
@@ -164,7 +166,7 @@ def test_gradient_accumulation(mode):
 @both_kinds
 def test_torch_compile(mode, kind):
     """A compiled model gives the same outputs and gradients; the backend traces without compiling to C++."""
-    quantizer, prepared = start(mode, kind)
+    _, prepared = start(mode, kind)
     x, y = images(1)
     prepared.eval()
     for simulator in (m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)):

@@ -10,6 +10,7 @@ from .fake_quantize_config import (
     IntxFakeQuantizeConfig,
 )
 from .intx import Float8QuantizationSpec, IntxQuantizationSpec
+from .parameters import range_parameters
 
 __all__ = [
     "DistillationLoss",
@@ -19,4 +20,5 @@ __all__ = [
     "Float8QuantizationSpec",
     "IntxFakeQuantizeConfig",
     "IntxQuantizationSpec",
+    "range_parameters",
 ]
