@@ -1,7 +1,7 @@
 """Run every benchmark, one after the other: ``python -m benchmarks [name ...]``.
 
-Each script prints its table and writes JSON under ``benchmarks/results/``. Set ``BITWRIGHT_PEER_PYTHON`` to an interpreter
-that has coreai-opt 0.3 to have it measured beside.
+Each script prints its table and writes JSON under ``benchmarks/results/``. Set ``BITWRIGHT_PEER_PYTHON`` to an
+interpreter that has coreai-opt 0.3 to have it measured beside.
 """
 
 from __future__ import annotations
