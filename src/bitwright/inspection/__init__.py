@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .bits import BitsPerWeightResult, bits_per_weight
+from .diagnostics import DamageError, DamageWarning, Diagnostic, Finding, diagnostics, explain
 from .fidelity import compare
+from .guard import GuardResult, guard
 from .inspector import ModelInspector
 from .metrics import ErrorMetrics, Histogram
 from .report import ActivationFidelity, EndToEnd, FidelityReport, LayerFidelity, WeightFidelity
@@ -13,9 +15,14 @@ __all__ = [
     "ActivationFidelity",
     "BitsPerWeightResult",
     "BoundaryEdge",
+    "DamageError",
+    "DamageWarning",
+    "Diagnostic",
     "EndToEnd",
     "ErrorMetrics",
     "FidelityReport",
+    "Finding",
+    "GuardResult",
     "Histogram",
     "InputEdge",
     "LayerFidelity",
@@ -28,4 +35,7 @@ __all__ = [
     "WeightFidelity",
     "bits_per_weight",
     "compare",
+    "diagnostics",
+    "explain",
+    "guard",
 ]

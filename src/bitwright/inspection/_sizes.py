@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from bitwright._utils.kept_layouts import kept_layouts, stands_for_activation
-from bitwright.artifact import PackedTensor, compress_tensor
+from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compress_tensor
 from bitwright.artifact.sites import weight_sites
 from bitwright.config.spec import CompressionSimulatorBase
 
@@ -54,10 +54,14 @@ def folded(model: nn.Module) -> nn.Module:
     return model
 
 
-def stored_sizes(model: nn.Module) -> list[StoredSize]:
+def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
     """Return the sizes of all parameters and persistent buffers of a model; what is shared counts once.
 
     The model may be plain, prepared by any compressor, loaded from an artifact, or finalized for any backend.
+
+    Args:
+        model: the model.
+        strict: raise for a weight that cannot be packed; else it counts as it is.
 
     Raises:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
@@ -65,7 +69,7 @@ def stored_sizes(model: nn.Module) -> list[StoredSize]:
     model = folded(model)
     found: dict[str, StoredSize] = {}
     hidden: set[str] = set()
-    for name, layout in _layouts(model):
+    for name, layout in _layouts(model, strict):
         found[name] = StoredSize(name, layout.numel, 8 * layout.nbytes, True)
     for path, attribute, _ in kept_layouts(model):
         hidden |= _replaced_names(model, path, attribute)
@@ -77,7 +81,7 @@ def stored_sizes(model: nn.Module) -> list[StoredSize]:
     return list(found.values())
 
 
-def _layouts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
     """Yield the layout of every compressed weight by its first name."""
     if isinstance(model, fx.GraphModule):
         from bitwright.export.graph import GraphSimulators, state_of
@@ -86,10 +90,10 @@ def _layouts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for weight in GraphSimulators.of(model).weights:
             if weight.target not in done:
                 done.add(weight.target)
-                tensor = compress_tensor(state_of(model, weight.target), [weight.simulator], weight.target)
-                yield weight.target, tensor.layout
+                state = state_of(model, weight.target)
+                yield weight.target, _layout(state, (weight.simulator,), weight.target, strict)
     for site in weight_sites(model):
-        yield site.name, compress_tensor(site.tensor, site.simulators, site.name).layout
+        yield site.name, _layout(site.tensor, site.simulators, site.name, strict)
     shared: set[int] = set()
     for path, module in model.named_modules():
         for attribute, stack in module.parametrizations.items() if parametrize.is_parametrized(module) else ():
@@ -101,6 +105,15 @@ def _layouts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if id(layout) not in shared:
             shared.add(id(layout))
             yield _join(path, attribute), layout
+
+
+def _layout(tensor: torch.Tensor, simulators: Sequence[nn.Module], name: str, strict: bool) -> Any:
+    try:
+        return compress_tensor(tensor, simulators, name).layout
+    except ArtifactError:
+        if strict:
+            raise
+        return DenseTensor.from_tensor(tensor).layout
 
 
 def _plain_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,15 +20,17 @@ __all__ = ["RunningRangeMixin"]
 class _Progress:
     """How far a running range has come; apart from the module, whose attributes are slow to set."""
 
-    __slots__ = ("observations", "restart")
+    __slots__ = ("calibrated", "observations", "restart")
 
     def __init__(self) -> None:
         self.observations = 0
         self.restart = False
+        self.calibrated = False  # whether the range began anew with calibration data
 
     def count(self) -> None:
         """Count a tensor, the first one after a restart anew."""
         self.observations = 1 if self.restart else self.observations + 1
+        self.calibrated = self.calibrated or self.restart
         self.restart = False
 
 
@@ -88,7 +90,7 @@ class RunningRangeMixin(_Base):
         if not torch.compiler.is_compiling():
             self._progress.count()
         elif self._progress.restart:  # no counting: a number that changes would have the graph compiled anew each time
-            self._progress.restart = False
+            self._progress.restart, self._progress.calibrated = False, True
         if torch.is_grad_enabled() and (low.requires_grad or high.requires_grad):
             # The graph may hold the running range, which an in-place write would destroy.
             self.running_min, self.running_max = low.detach().clone(), high.detach().clone()

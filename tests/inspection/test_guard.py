@@ -1,0 +1,249 @@
+"""The guard finds each kind of planted damage, names it, and can put layers back."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.inspection import DamageError, DamageWarning, compare, diagnostics, explain, guard
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+MODES = pytest.mark.parametrize("mode", ["eager", "graph"])
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def data(samples: int = 32) -> list[torch.Tensor]:
+    return [torch.randn(samples, 16, generator=torch.Generator().manual_seed(1))]
+
+
+def quantize(
+    model: nn.Module, mode: str, preset: str = "w8a8", calibrate: Callable[[Any, nn.Module], None] | None = None
+) -> tuple[Quantizer, nn.Module]:
+    config = getattr(QuantizerConfig.presets, preset)(execution_mode=mode)
+    quantizer = Quantizer(copy.deepcopy(model), config)
+    prepared = quantizer.prepare((data()[0],))
+    if calibrate is None:
+        with quantizer.calibration_mode():
+            prepared(data()[0])
+    else:
+        calibrate(quantizer, prepared)
+    return quantizer, prepared
+
+
+def codes(
+    model: nn.Module, compressed: nn.Module, batches: list[torch.Tensor] | None = None, **options: Any
+) -> set[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        return {finding.code for finding in guard(model, compressed, batches or data(), **options).findings}
+
+
+@MODES
+def test_a_sound_model_gives_no_findings(mode: str) -> None:
+    """Calibrated W8A8 within its plan and a sensible bound: silence."""
+    model = make()
+    quantizer, prepared = quantize(model, mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DamageWarning)
+        result = guard(model, prepared, data(), plan=quantizer.applied_plan, min_sqnr_db=30, max_kl=1e-2)
+    assert result.findings == ()
+    assert result.model is prepared
+
+
+@MODES
+def test_uncalibrated_activations(mode: str) -> None:
+    """BW101 for every activation, until calibration runs."""
+    model = make()
+    _, prepared = quantize(model, mode, calibrate=lambda *_: None)
+    assert "BW101" in codes(model, prepared)
+    assert "BW101" not in codes(model, prepared, ignore=["BW101"])
+
+
+@MODES
+def test_empty_calibration(mode: str) -> None:
+    """BW102: the block ran without data."""
+
+    def nothing(quantizer: Any, _: nn.Module) -> None:
+        with quantizer.calibration_mode():
+            pass
+
+    model = make()
+    _, prepared = quantize(model, mode, calibrate=nothing)
+    found = codes(model, prepared)
+    assert "BW102" in found
+    assert "BW101" not in found
+
+
+@MODES
+def test_a_range_dominated_by_one_sample(mode: str) -> None:
+    """BW103: one row 100 times larger than the others, seen in calibration."""
+    model = make()
+    batch = data()[0].clone()
+    batch[3] *= 100
+
+    def calibrate(quantizer: Any, prepared: nn.Module) -> None:
+        with quantizer.calibration_mode():
+            prepared(batch)
+
+    _, prepared = quantize(model, mode, calibrate=calibrate)
+    assert "BW103" in codes(model, prepared, [batch])
+    assert "BW103" not in codes(model, quantize(model, mode)[1])
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_broken_scales(value: float) -> None:
+    """BW104 names the weight whose scale is no positive number."""
+    model = make()
+    _, prepared = quantize(model, "eager", "w8")
+    simulator = next(
+        m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase) and m.tensor_fqn == "2.weight"
+    )
+    simulator.qparams_calculator.scale.fill_(value)  # type: ignore[union-attr]
+    simulator.clear_weight_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        findings = guard(model, prepared, data()).findings
+    [finding] = [finding for finding in findings if finding.code == "BW104"]
+    assert finding.where == "2.weight"
+    assert finding.layer == "2"
+
+
+def test_lost_channels_by_pruning() -> None:
+    """BW105: a pruner that zeroes whole channels."""
+    model = make()
+    twin = copy.deepcopy(model)
+    pruner = MagnitudePruner(twin, MagnitudePrunerConfig())
+    prepared = pruner.prepare((data()[0],))
+    with torch.no_grad():
+        prepared[0].parametrizations.weight.original[2] = 0
+    assert "BW105" in codes(model, prepared)
+
+
+def test_nothing_compressed() -> None:
+    """BW106 for a model that is still the float model."""
+    model = make()
+    assert codes(model, copy.deepcopy(model)) == {"BW106"}
+
+
+def test_larger_than_planned() -> None:
+    """BW107: int8 in blocks of one entry takes 40 bits per weight."""
+    model = make()
+    spec = QuantizationSpec(dtype="int8", granularity={"type": "per_block", "axis": 1, "block_size": 1})
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    config = QuantizerConfig(global_config=module, execution_mode="eager")
+    prepared = Quantizer(copy.deepcopy(model), config).prepare((data()[0],))
+    assert "BW107" in codes(model, prepared)
+
+
+@MODES
+def test_bounds_on_the_output(mode: str) -> None:
+    """BW108 for each bound that is missed: SQNR, KL divergence, metric."""
+    model = make()
+    _, prepared = quantize(model, mode, "w4")
+    assert "BW108" in codes(model, prepared, min_sqnr_db=60)
+    assert "BW108" in codes(model, prepared, max_kl=1e-9)
+    metric = {"metric": lambda output, _: float(output.sum())}
+    assert "BW108" in codes(model, prepared, max_metric_change=1e-9, **metric)
+    assert "BW108" not in codes(model, prepared, max_metric_change=1e9, **metric)
+
+
+@MODES
+def test_nan_in_a_layer(mode: str) -> None:
+    """BW109 names the layer that makes the NaN, not those behind it."""
+    model = make()
+    _, prepared = quantize(copy.deepcopy(model), mode, "w8")
+    with torch.no_grad():
+        prepared.get_submodule("2").bias.fill_(math.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        findings = guard(model, prepared, data()).findings
+    assert {f.layer for f in findings if f.code == "BW109"} == {"2" if mode == "eager" else "linear_1"}
+
+
+@MODES
+def test_heavy_clipping(mode: str) -> None:
+    """BW110: calibrated on data twenty times smaller than what the model meets."""
+
+    def calibrate(quantizer: Any, prepared: nn.Module) -> None:
+        with quantizer.calibration_mode():
+            prepared(data()[0] / 20)
+
+    model = make()
+    assert "BW110" in codes(model, quantize(model, mode, calibrate=calibrate)[1])
+
+
+def test_raise_lists_all_findings() -> None:
+    """One error, with every finding and where to read on."""
+    model = make()
+    _, prepared = quantize(model, "eager", "w4", calibrate=lambda *_: None)
+    with pytest.raises(DamageError, match="BW108") as caught:
+        guard(model, prepared, data(), on_damage="raise", min_sqnr_db=90)
+    assert "bitwright explain BW108" in str(caught.value)
+    assert len(caught.value.findings) == 1
+
+
+@MODES
+def test_revert_puts_damaged_layers_back_and_keeps_the_others(mode: str) -> None:
+    """One spoilt layer computes in floating point again; the bound holds; the others stay compressed."""
+    model = make()
+    with torch.no_grad():
+        model[2].weight[5] *= 1000
+    spec = QuantizationSpec(dtype="int8", granularity={"type": "per_tensor"})
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    config = QuantizerConfig(global_config=module, execution_mode=mode)
+    prepared = Quantizer(copy.deepcopy(model), config).prepare((data()[0],))
+    result = guard(model, prepared, data(), on_damage="revert", min_sqnr_db=30)
+    assert result.reverted == ("2",) if mode == "eager" else ("linear_1",)
+    kept = [layer for layer in result.report.layers if layer.name in ("0", "4", "linear", "linear_2")]
+    assert all(layer.isolated.sqnr_db < 200 for layer in kept)
+    assert result.report.layer(result.reverted[0]).isolated.sqnr_db == 200
+    assert result.report.end_to_end.error.sqnr_db >= 30
+
+
+@MODES
+def test_revert_follows_the_ranking_until_the_bound_holds(mode: str) -> None:
+    """A bound that only the float model meets puts everything back; the result then equals the float model."""
+    model = make()
+    _, prepared = quantize(model, mode, "w4")
+    result = guard(model, prepared, data(), on_damage="revert", min_sqnr_db=190)
+    assert torch.equal(result.model(data()[0]), model(data()[0]))
+    again = quantize(model, mode, "w4")[1]
+    bound = compare(model, again, data()).end_to_end.error.sqnr_db + 0.5
+    some = guard(model, again, data(), on_damage="revert", min_sqnr_db=bound)
+    assert len(some.reverted) == 1
+    assert some.report.end_to_end.error.sqnr_db >= bound
+
+
+def test_unknown_choice() -> None:
+    """The error lists the choices."""
+    with pytest.raises(ValueError, match="'warn', 'raise' or 'revert'"):
+        guard(make(), make(), data(), on_damage="ignore")  # type: ignore[arg-type]
+
+
+def test_every_code_has_a_page() -> None:
+    """Codes in the source and pages are the same; a page says what to do."""
+    import bitwright.inspection._checks as checks
+
+    source = Path(checks.__file__).read_text(encoding="utf-8")
+    used = set(re.findall(r'Finding\(\s*"(BW\d+)"', source))
+    assert used == set(diagnostics())
+    for diagnostic in diagnostics().values():
+        assert "## What to do" in diagnostic.page
+    assert explain("bw104").title == diagnostics()["BW104"].title
+    with pytest.raises(KeyError, match="there are BW101"):
+        explain("BW999")
