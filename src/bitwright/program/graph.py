@@ -27,6 +27,8 @@ def capture_graph(
     dynamic_shapes: Any = None,
     no_grad: bool = True,
     boundaries: Sequence[str] = (),
+    *,
+    generate: bool = True,
 ) -> tuple[TracedGraphModule, Program]:
     """Capture ``model`` with ``torch.export`` in the mode (training or eval) that it is in.
 
@@ -37,6 +39,7 @@ def capture_graph(
         dynamic_shapes: as ``torch.export.export`` takes it.
         no_grad: capture with gradients disabled, which is what ``torch.is_grad_enabled()`` then says to the model.
         boundaries: paths of modules whose inputs and outputs the program shall record, besides the root.
+        generate: write the module's code now; False for a graph that will be changed before it is called.
 
     Returns:
         The graph module, and the program; an op's ``handle`` is its node in that module's graph.
@@ -46,6 +49,8 @@ def capture_graph(
     """
     exported = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
     module = unlift(exported, model)
+    if generate:
+        module.recompile()
     return module, build_program(module, model, exported.module_call_graph)
 
 

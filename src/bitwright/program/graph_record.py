@@ -151,9 +151,9 @@ def _decode(target: Any) -> Any:
 
 
 def _encode_tree(spec: TreeSpec) -> Any:
-    """Return a tree structure as ``(type, context, children)``, and a leaf as None."""
-    return None if spec.is_leaf() else (spec.type, spec.context, tuple(map(_encode_tree, spec.children())))
+    """Return a tree structure as ``(type, context, children)``, and a leaf as ``()``."""
+    return () if spec.is_leaf() else (spec.type, spec.context, tuple(map(_encode_tree, spec.children())))
 
 
 def _decode_tree(record: Any) -> TreeSpec:
-    return treespec_leaf() if record is None else TreeSpec(record[0], record[1], list(map(_decode_tree, record[2])))
+    return treespec_leaf() if not record else TreeSpec(record[0], record[1], list(map(_decode_tree, record[2])))

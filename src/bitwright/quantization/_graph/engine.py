@@ -45,6 +45,7 @@ class GraphEngine(Engine):
                 example.dynamic_shapes,
                 example.no_grad,
                 boundary_paths(self.config, self.model),
+                generate=False,
             )
             decisions = plan_graph_quantization(self.config, self.model, self.program)
         self._captured = module, decisions

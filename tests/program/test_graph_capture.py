@@ -1,0 +1,309 @@
+"""The graph front end: what is captured, under which names, and what happens to the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.program import ValueKind
+from bitwright.program.graph import capture_graph
+
+
+class Lambda(nn.Module):
+    """A module whose forward is a function of itself and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class Inner(nn.Module):
+    """Two linear layers whose use does not follow the order of the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": self.first(b) + self.second(a) * scale, "a": a}
+
+
+class Outer(nn.Module):
+    """Calls one module twice, has a tied weight, a plain tensor, a buffer that is not saved, and splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.head = nn.Linear(4, 4)
+        self.tied = self.head.weight
+        self.constant = torch.full((4,), 0.5)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.head(x)
+        z = self.inner(y, x, scale=x)["sum"]
+        left, right = (self.inner(z, y, scale=y)["sum"] + self.constant + self.shift).split(2, -1)
+        return {"left": left, "right": torch.cat([right, F.linear(y, self.tied)], -1)}
+
+
+@pytest.fixture
+def captured() -> tuple[Any, Any, Outer, torch.Tensor]:
+    """Graph, program, model and input."""
+    torch.manual_seed(0)
+    model, x = Outer().eval(), torch.randn(3, 4)
+    shapes = {"x": {0: torch.export.Dim.AUTO}}
+    graph, program = capture_graph(model, (x,), dynamic_shapes=shapes, boundaries=("inner",))
+    return graph, program, model, x
+
+
+class TestGraph:
+    def test_computes_what_the_model_computes(self, captured: Any) -> None:
+        """Outputs have the model's structure and values, for other batch sizes too."""
+        graph, _, model, _ = captured
+        for batch in (1, 3, 7):
+            x = torch.randn(batch, 4)
+            expected, found = model(x), graph(x)
+            assert list(found) == ["left", "right"]
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+    def test_refers_to_the_models_own_tensors_under_their_names(self, captured: Any) -> None:
+        """The state_dict has the same keys; the parameters are the same objects, tied ones and unused ones included."""
+        graph, _, model, _ = captured
+        assert sorted(graph.state_dict()) == sorted(model.state_dict())
+        assert graph.head.weight is model.head.weight is graph.tied
+        assert graph.unused.weight is model.unused.weight
+
+    def test_has_no_node_for_unused_states(self, captured: Any) -> None:
+        """Only states that ops read have nodes."""
+        graph, *_ = captured
+        assert not [n for n in graph.graph.nodes if n.op == "get_attr" and "unused" in str(n.target)]
+
+    @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+    def test_survives_copies(self, captured: Any, way: Callable[[Any], Any]) -> None:
+        """A copy computes the same, keeps names and sharing, and owns its tensors."""
+        graph, _, model, x = captured
+        twin = way(graph)
+        assert torch.equal(twin(x)["right"], model(x)["right"])
+        assert [n.name for n in twin.graph.nodes] == [n.name for n in graph.graph.nodes]
+        assert twin.head.weight is twin.tied is not graph.tied
+        assert twin.meta == graph.meta
+
+    def test_refuses_shapes_that_it_was_not_captured_for(self, captured: Any) -> None:
+        """The error names the input, both shapes and the remedy."""
+        graph, *_ = captured
+        with pytest.raises(ValueError, match=r"Input 'x' has shape \(3, 5\).*dynamic_shapes"):
+            graph(torch.randn(3, 5))
+
+    def test_switches_its_mode_like_any_module(self, captured: Any) -> None:
+        """``train`` and ``eval`` return the module and reach its children; PT2E's name for the mode follows."""
+        graph, *_ = captured
+        assert graph.train() is graph
+        assert graph.training
+        assert graph._exported_training
+        assert graph.inner.training
+        assert graph.eval() is graph
+        assert not graph._exported_training
+
+    def test_is_captured_again_and_compiled_whole(self, captured: Any) -> None:
+        """``torch.export`` and ``torch.compile(fullgraph=True)`` take it."""
+        graph, _, model, x = captured
+        assert torch.equal(torch.export.export(graph, (x,)).module()(x)["left"], model(x)["left"])
+        compiled = torch.compile(graph, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x)["left"], model(x)["left"])
+
+
+class TestProgram:
+    def test_ops_have_names_types_and_module_paths(self, captured: Any) -> None:
+        """Names are those of nodes, types those of the functions called."""
+        _, program, *_ = captured
+        found = [(op.name, op.type, op.module_path) for op in program.ops][:5]
+        assert found == [
+            ("linear", "linear", "head"),
+            ("linear_1", "linear", "inner.first"),
+            ("linear_2", "linear", "inner.second"),
+            ("mul", "mul", "inner"),
+            ("add", "add", "inner"),
+        ]
+
+    def test_results_of_a_split_are_outputs_of_the_op(self, captured: Any) -> None:
+        """What is taken from a tuple is a value of the op that made the tuple."""
+        _, program, *_ = captured
+        (split,) = [op for op in program.ops if op.type == "split"]
+        assert [value.output_index for value in split.outputs] == [0, 1]
+        assert [value.shape for value in split.outputs] == [(3, 2), (3, 2)]
+
+    def test_tied_weights_are_one_state_with_all_uses(self, captured: Any) -> None:
+        """A tensor under two names is one state."""
+        _, program, model, _ = captured
+        state = next(s for s in program.states.values() if s.tensor is model.head.weight)
+        assert set(state.names) == {"tied", "head.weight"}
+        assert [use.op.type for use in state.uses] == ["linear", "linear"]
+        assert [use.name for use in state.uses] == ["weight", "weight"]
+
+    def test_constants_are_states_too(self, captured: Any) -> None:
+        """A tensor that is neither parameter nor buffer is known by its name."""
+        _, program, *_ = captured
+        assert program.states["constant"].uses[0].value.kind is ValueKind.STATE
+
+    def test_boundaries_follow_forwards_arguments(self, captured: Any) -> None:
+        """Inputs come in the order of the signature, not of their use; each call is recorded."""
+        _, program, *_ = captured
+        call = program.calls["inner"]
+        assert call.input_names == ["a", "b", "scale"]
+        assert [value.name for value in call.inputs] == ["linear", "x", "x"]
+        assert [value.name for value in call.outputs] == ["add", "linear"]
+        assert [value.name for value in call.repeats[0].inputs] == ["add", "linear", "linear"]
+
+    def test_embedding_arguments_are_numbered_like_the_functions(self) -> None:
+        """aten puts the weight first, people put the indices first."""
+        _, program = capture_graph(nn.Embedding(5, 4), (torch.tensor([1, 2]),))
+        (op,) = program.ops
+        assert {argument.name: argument.index for argument in op.arguments} == {"weight": 1, "input": 0}
+
+    @pytest.mark.parametrize(
+        ("function", "kind", "alias"),
+        [
+            (lambda s, x: x + x, "add", None),
+            (lambda s, x: torch.add(x, x), "add", None),
+            (lambda s, x: x.add_(x), "add_", "add"),
+            (lambda s, x: torch.concat([x, x]), "concat", "cat"),
+            (lambda s, x: x @ x, "matmul", None),
+            (lambda s, x: x[0], "select", "__getitem__"),
+            (lambda s, x: F.interpolate(x[None], scale_factor=2), "interpolate", "upsample_nearest1d"),
+            (lambda s, x: 1 - x, "__rsub__", "rsub"),
+            (lambda s, x: F.relu(x, inplace=True), "relu", "relu_"),
+        ],
+    )
+    def test_types_are_the_functions_that_people_call(self, function: Any, kind: str, alias: str | None) -> None:
+        """Operators and functions have one type; further spellings are kept."""
+        _, program = capture_graph(Lambda(function), (torch.randn(4, 4),))
+        assert program.ops[-1].type == kind
+        assert alias is None or alias in program.ops[-1].aliases
+
+    def test_ops_inside_attention_have_their_own_types(self) -> None:
+        """A function made of several ops does not hide them, and attention is not fused into one op."""
+        attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        _, program = capture_graph(attention, (torch.randn(1, 3, 8),) * 3)
+        linears = [op for op in program.ops if op.type == "linear"]
+        assert linears
+        assert all("multi_head_attention_forward" in op.aliases for op in linears)
+
+
+class TestInputs:
+    def test_keyword_inputs(self) -> None:
+        """Keyword inputs are inputs of the program, and may be passed in any order."""
+        model = Lambda(lambda s, x, *, scale, shift: s.l(x) * scale + shift, l=nn.Linear(4, 4))
+        kwargs = {"scale": torch.randn(2, 4), "shift": torch.randn(2, 4)}
+        graph, program = capture_graph(model, (torch.randn(2, 4),), kwargs)
+        assert len(program.inputs) == 3
+        x = torch.randn(2, 4)
+        backwards = dict(reversed(kwargs.items()))
+        assert torch.equal(graph(x, **backwards), model(x, **kwargs))
+        with pytest.raises(ValueError, match="'scale'"):
+            graph(x, **{**kwargs, "scale": torch.randn(3, 4)})
+
+    def test_a_range_of_sizes_is_kept(self) -> None:
+        """A dimension with limits refuses sizes outside them."""
+        shapes = {"input": {0: torch.export.Dim("batch", min=2, max=6)}}
+        graph, _ = capture_graph(nn.Linear(4, 4), (torch.randn(3, 4),), dynamic_shapes=shapes)
+        assert graph(torch.randn(6, 4)).shape == (6, 4)
+        with pytest.raises(ValueError, match=r"\(7, 4\)"):
+            graph(torch.randn(7, 4))
+
+    def test_equal_symbols_need_equal_sizes(self) -> None:
+        """Two inputs that share a dynamic dimension must agree on it."""
+        batch = torch.export.Dim("batch")
+        model = Lambda(lambda s, x, y: x + y)
+        shapes = ({0: batch}, {0: batch})
+        graph, _ = capture_graph(model, (torch.randn(3, 4), torch.randn(3, 4)), dynamic_shapes={"args": shapes})
+        with pytest.raises(ValueError, match="has shape"):
+            graph(torch.randn(5, 4), torch.randn(4, 4))
+
+    def test_the_gradient_mode_is_what_the_caller_wants(self) -> None:
+        """With ``no_grad`` the model sees gradients disabled, without it enabled."""
+        model = Lambda(lambda s, x: x + 1 if torch.is_grad_enabled() else x * 2)
+        _, without = capture_graph(model, (torch.randn(2),), no_grad=True)
+        _, with_gradients = capture_graph(model, (torch.randn(2),), no_grad=False)
+        assert [op.type for op in without.ops] == ["mul"]
+        assert [op.type for op in with_gradients.ops] == ["add"]
+
+
+class TestExportedModules:
+    def test_an_exported_module_is_captured_with_its_paths(self) -> None:
+        """Ops of an already exported module still know the modules that they came from."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+        x = torch.randn(3, 4)
+        exported = torch.export.export(model, (x,)).module()
+        graph, program = capture_graph(exported, (x,))
+        assert torch.equal(graph(x), model(x))
+        assert [(op.type, op.module_path) for op in program.ops] == [("linear", "0"), ("relu", ""), ("linear", "2")]
+
+
+class TestControlFlow:
+    def test_cond_stays_whole(self) -> None:
+        """Both branches are in the graph; each is taken when its condition holds, also after pickling."""
+
+        class Branch(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x * 2, (x,))
+
+        model = Branch()
+        graph, program = capture_graph(model, (torch.ones(2, 4),))
+        assert any("cond" in op.type for op in program.ops)
+        for twin in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            for x in (torch.ones(2, 4), -torch.ones(2, 4)):
+                assert torch.equal(twin(x), model(x))
+
+
+class TestFailure:
+    def test_says_why_where_and_what_to_do(self) -> None:
+        """The error has the cause, the line of the user's model, and the advice to use eager mode."""
+
+        class DataDependent(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x.sum() > 0:
+                    return x * 2
+                return x * 3
+
+        with pytest.raises(RuntimeError) as caught:
+            capture_graph(DataDependent(), (torch.randn(2, 2),))
+        message = str(caught.value)
+        assert "if x.sum() > 0:" in message
+        assert "test_graph_capture.py" in message
+        assert "Debugging hints" in message
+        assert 'execution_mode="eager"' in message
+        assert caught.value.__cause__ is not None
+
+    def test_an_error_in_forward_is_told_with_its_line(self) -> None:
+        """A model that raises by itself is reported the same way."""
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            capture_graph(Lambda(lambda s, x: x / (1 // 0)), (torch.randn(2),))
+
+
+def test_the_model_is_left_alone() -> None:
+    """Modes, buffers, hooks and random state are as before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    capture_graph(model, (torch.randn(3, 4),))
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not model._forward_pre_hooks
+    torch.set_rng_state(state)

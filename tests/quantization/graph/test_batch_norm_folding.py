@@ -1,0 +1,194 @@
+"""Batch norm behind a layer: the folded weight is fake-quantized, and evaluation equals the finalized model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+from .networks import Lambda, calibrated, simulators, sqnr, train_steps, with_statistics
+
+INPUTS = {1: torch.randn(4, 4, 9), 2: torch.randn(4, 4, 7, 6), 3: torch.randn(4, 4, 5, 4, 3)}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+W8 = QuantizerConfig.presets.w8()
+
+
+def layers() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """A layer with its batch norm, and an input, for every kind of layer that can be folded."""
+    found: dict[str, tuple[nn.Module, torch.Tensor]] = {}
+    for dims in (1, 2, 3):
+        for kind in ("Conv", "ConvTranspose"):
+            for groups in (1, 2):
+                for bias, affine in ((True, True), (False, False)):
+                    layer = getattr(nn, f"{kind}{dims}d")(4, 6, 3, groups=groups, bias=bias, padding=1)
+                    norm = NORMS[dims](6, affine=affine)
+                    name = f"{kind}{dims}d groups={groups} bias={bias} affine={affine}"
+                    found[name] = nn.Sequential(layer, norm), INPUTS[dims]
+    for bias in (True, False):
+        found[f"Linear bias={bias}"] = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.BatchNorm1d(6)), torch.randn(8, 4)
+    found["Conv2d bias=False"] = nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)), INPUTS[2]
+    found["Conv2d affine=False"] = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False)), INPUTS[2]
+    same = nn.Sequential(nn.Conv2d(4, 6, 3, padding="same"), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+    found["Conv2d same, relu"] = same, INPUTS[2]
+    return found
+
+
+LAYERS = layers()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_folding(name: str) -> None:
+    """Prepared in evaluation = finalized, close to the float model; the simulator sees the folded weight."""
+    torch.manual_seed(0)
+    model, x = copy.deepcopy(LAYERS[name][0]), LAYERS[name][1]
+    with_statistics(model).eval()
+    layer, norm = model[0], model[1]
+    quantizer = Quantizer(model, W8)
+    prepared = calibrated(quantizer, (x,))
+    finalized: Any = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(x), finalized(x))
+    assert sqnr(model(x), finalized(x)) > 30
+    scale = torch.rsqrt(norm.running_var.double() + norm.eps) * (1.0 if norm.weight is None else norm.weight.double())
+    if "Transpose" in name:
+        grouped = layer.weight.double().unflatten(0, (layer.groups, -1))
+        folded = (grouped * scale.view(layer.groups, 1, -1, *[1] * (layer.weight.ndim - 2))).flatten(0, 1)
+    else:
+        folded = layer.weight.double() * scale.view(-1, *[1] * (layer.weight.ndim - 1))
+    torch.testing.assert_close(getattr(finalized, "0").weight.double(), folded, rtol=1e-5, atol=1e-6)
+    (simulator,) = simulators(finalized)
+    assert simulator.granularity.axis == (1 if "Transpose" in name else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "2d" in name or "Linear" in name])
+def test_training(name: str) -> None:
+    """With fake quantization off, training computes what the float model computes; afterwards folding still holds."""
+    torch.manual_seed(0)
+    model, x = copy.deepcopy(LAYERS[name][0]), LAYERS[name][1]
+    with_statistics(model).train()
+    expected = copy.deepcopy(model)
+    quantizer = Quantizer(model, W8)
+    prepared: Any = quantizer.prepare((x,))
+    quantizer.disable_fake_quant()
+    prepared.train()
+    torch.testing.assert_close(prepared(x), expected(x), rtol=1e-4, atol=1e-5)
+    mine, theirs = getattr(prepared, "1"), expected[1]
+    torch.testing.assert_close(mine.running_var, theirs.running_var, rtol=1e-4, atol=1e-5)
+    assert mine.num_batches_tracked == theirs.num_batches_tracked
+    quantizer.enable_fake_quant()
+    train_steps(quantizer, prepared, (x,), (x * 1.5,), (x - 1,))
+    prepared.eval()
+    finalized = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(x), finalized(x))
+
+
+def test_gradients_reach_the_raw_weight_through_the_fold() -> None:
+    """Without quantization the gradients are those of the float model."""
+    torch.manual_seed(0)
+    model = with_statistics(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))).train()
+    expected, x = copy.deepcopy(model), INPUTS[2]
+    quantizer = Quantizer(model, W8)
+    prepared: Any = quantizer.prepare((x,))
+    quantizer.disable_fake_quant()
+    prepared.train()
+    loss = torch.linspace(-1, 1, 5 * 4).view(5, 4)
+    (prepared(x) * loss).sum().backward()
+    (expected(x) * loss).sum().backward()
+    for mine, theirs in (
+        (getattr(prepared, "0").weight, expected[0].weight),
+        (getattr(prepared, "1").weight, expected[1].weight),
+    ):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-3, atol=2e-4)
+
+
+def test_a_gain_of_zero_trains() -> None:
+    """Zero-initialised gains of residual branches give numbers; torchao's form divides by zero."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).train()
+    nn.init.zeros_(model[1].weight)
+    quantizer = Quantizer(model, W8)
+    prepared: Any = quantizer.prepare((INPUTS[2],))
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    with quantizer.training_mode():
+        for _ in range(2):
+            prepared(INPUTS[2]).sum().backward()
+            optimizer.step()
+    assert all(p.isfinite().all() for p in prepared.parameters())
+    assert getattr(prepared, "1").running_var.isfinite().all()
+    assert not torch.equal(getattr(prepared, "1").bias, torch.zeros(6))
+
+
+def test_a_pair_called_twice() -> None:
+    """One weight and one batch norm, two calls: one simulator, one folded weight (the peer raises KeyError)."""
+    conv, norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+    model = with_statistics(Lambda(lambda s, x: s.n(s.c(F.relu(s.n(s.c(x))))), c=conv, n=norm)).eval()
+    quantizer = Quantizer(model, QuantizerConfig())
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    train_steps(quantizer, prepared, (INPUTS[2],))
+    finalized: Any = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared.eval()(INPUTS[2]), finalized(INPUTS[2]))
+    assert len([s for s in simulators(finalized) if s.tensor_fqn == "c.weight"]) == 1
+    assert [name for name in finalized.state_dict() if "weight" in name] == ["c.weight"]
+
+
+def test_one_weight_with_two_batch_norms_and_without() -> None:
+    """A shared convolution gets a folded weight for each batch norm, and keeps its own for the plain call."""
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    function = lambda s, x: s.a(s.c(x)) + s.b(s.c(x)) + s.c(x)  # noqa: E731
+    model = with_statistics(Lambda(function, c=conv, a=nn.BatchNorm2d(4), b=nn.BatchNorm2d(4))).eval()
+    quantizer = Quantizer(model, W8)
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    finalized = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(INPUTS[2]), finalized(INPUTS[2]))
+    assert sqnr(model(INPUTS[2]), finalized(INPUTS[2])) > 30
+    assert len({tuple(s.calculate_qparams()[0].flatten().tolist()) for s in simulators(finalized)}) == 3
+
+
+def test_a_path_that_holds_the_word_weight() -> None:
+    """Names of modules do not matter (the peer replaces text in the path)."""
+    branch = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4))
+    model = with_statistics(Lambda(lambda s, x: s.weight_net(x), weight_net=branch)).eval()
+    quantizer = Quantizer(model, W8)
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    finalized = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(INPUTS[2]), finalized(INPUTS[2]))
+    assert "weight_net.0.bias" in finalized.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(3)), torch.randn(5, 3, 4)),
+        (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, track_running_stats=False)), INPUTS[2]),
+        (Lambda(lambda s, x: (lambda y: s.n(y) + y)(s.c(x)), c=nn.Conv2d(4, 6, 3), n=nn.BatchNorm2d(6)), INPUTS[2]),
+        (nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3)), INPUTS[2]),
+    ],
+    ids=["over another dimension", "without statistics", "another reader", "in front"],
+)
+def test_batch_norms_that_cannot_be_folded_stay(model: nn.Module, x: torch.Tensor) -> None:
+    """They compute as in the float model, also in training."""
+    with_statistics(model).eval()
+    quantizer = Quantizer(model, W8)
+    prepared = calibrated(quantizer, (x,))
+    train_steps(quantizer, prepared, (x,))
+    prepared.eval()
+    finalized = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(x), finalized(x))
+    assert [n for n in finalized.graph.nodes if "batch_norm" in str(n.name)]
+
+
+def test_a_layer_that_is_not_quantized_is_folded_exactly() -> None:
+    """Folding does not depend on the configuration; without simulators the outputs are those of the float model."""
+    config = QuantizerConfig.presets.w8().set_module_name("c", None)
+    model = with_statistics(
+        Lambda(lambda s, x: s.d(s.n(s.c(x))), c=nn.Conv2d(4, 6, 3), n=nn.BatchNorm2d(6), d=nn.Conv2d(6, 6, 1))
+    ).eval()
+    quantizer = Quantizer(model, config)
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    finalized = quantizer.finalize(backend="_torch")
+    assert torch.equal(prepared(INPUTS[2]), finalized(INPUTS[2]))
+    assert [s.tensor_fqn for s in simulators(prepared)] == ["d.weight"]
