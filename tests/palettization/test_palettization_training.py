@@ -1,0 +1,248 @@
+"""Training with palettes: schedules, gradients of each strategy, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.base_model_compressor import _Lifecycle
+from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConfig, PalettizationSpec
+from bitwright.palettization.config import PATSchedule
+from bitwright.palettization.spec import DKMTrainingSpec, PerGroupedChannelGranularity, STETrainingSpec
+from bitwright.quantization.spec import QuantizationSpec
+
+from .networks import config_of, simulators
+
+STRATEGIES = [{"type": "default"}, {"type": "ste"}, {"type": "ste", "refit_palette": False}, {"type": "dkm"}]
+
+
+def toy(
+    schedule: int | None = None, strategy: dict | None = None, **spec: object
+) -> tuple[KMeansPalettizer, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    fields = {} if schedule is None else {"pat_schedule": PATSchedule(enable_fake_palettize=schedule)}
+    chosen = PalettizationSpec(n_bits=2, training_strategy_spec=strategy or {"type": "default"}, **spec)
+    palettizer = KMeansPalettizer(model, config_of(chosen, **fields))
+    palettizer.prepare((torch.randn(2, 16),))
+    return palettizer, model
+
+
+def enabled(model: nn.Module) -> list[bool]:
+    return [bool(sim.fake_palett_enabled.item()) for sim in simulators(model)]
+
+
+def train(palettizer: KMeansPalettizer, model: nn.Module, steps: int = 30) -> float:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(128, 16, generator=generator)
+    target = torch.tanh(x @ torch.randn(16, 4, generator=generator))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with palettizer.training_mode():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), target).backward()
+            optimizer.step()
+            palettizer.step()
+    model.eval()
+    return F.mse_loss(model(x), target).item()
+
+
+def test_modes_and_steps():
+    """Train mode inside, the old mode afterwards; steps count on over several blocks."""
+    palettizer, model = toy()
+    model.eval()
+    with palettizer.training_mode() as entered:
+        assert entered is palettizer
+        assert model.training
+        assert enabled(model) == [True, True]
+        palettizer.step()
+        with pytest.raises(RuntimeError, match="Cannot enter training_mode"), palettizer.training_mode():
+            pass
+    assert not model.training
+    assert palettizer._lifecycle is _Lifecycle.IDLE
+    with palettizer.training_mode():
+        palettizer.step()
+    assert palettizer._step_count == 2
+
+
+def test_schedules_switch_each_layer_at_its_step():
+    """Resolved through the levels of the config."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = config_of(pat_schedule=PATSchedule(enable_fake_palettize=2))
+    config.set_module_name("1", ModuleKMeansPalettizerConfig(pat_schedule=PATSchedule()))
+    palettizer = KMeansPalettizer(model, config)
+    palettizer.prepare((torch.randn(2, 8),))
+    assert enabled(model) == [True, True]
+    seen = []
+    with palettizer.training_mode():
+        for _ in range(3):
+            seen.append(enabled(model))
+            palettizer.step()
+    assert seen == [[False, True], [False, True], [True, True]]
+
+
+def leave_by_error(palettizer: KMeansPalettizer) -> None:
+    with palettizer.training_mode():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["early", "error"])
+def test_leaving_early_never_leaves_palettization_off(how):
+    """Before the schedule's step, or by an exception: weights are palettized, with palettes of what they are now."""
+    palettizer, model = toy(schedule=100)
+    if how == "error":
+        with pytest.raises(ZeroDivisionError):
+            leave_by_error(palettizer)
+    else:
+        train(palettizer, model, steps=5)
+    assert enabled(model) == [True, True]
+    assert all(sim.is_settled for sim in simulators(model))
+    for layer in (model[0], model[2]):
+        dense = layer.parametrizations.weight.original
+        assert len(layer.weight.unique()) == 4
+        assert (layer.weight - dense).square().mean() < 0.3 * dense.var()
+
+
+def test_weights_train_dense_until_the_schedule_starts():
+    """Then their palettes are made anew."""
+    palettizer, model = toy(schedule=3)
+    before = model[0].weight.detach().clone()
+    with palettizer.training_mode():
+        assert len(model[0].weight.unique()) > 4
+        model(torch.randn(4, 16)).sum().backward()
+        assert model[0].parametrizations.weight.original.grad is not None
+        with torch.no_grad():
+            model[0].parametrizations.weight.original.mul_(2)
+        for _ in range(3):
+            palettizer.step()
+        assert torch.allclose(model[0].weight.detach(), 2 * before, atol=1e-5)
+
+
+def test_the_default_strategy_freezes_palettized_weights():
+    """Inputs and other parameters get gradients, the weight gets none; train and eval agree."""
+    palettizer, model = toy()
+    x = torch.randn(3, 16, requires_grad=True)
+    with palettizer.training_mode():
+        output = model(x)
+        output.sum().backward()
+    assert model[0].parametrizations.weight.original.grad is None
+    assert x.grad is not None
+    assert model[0].bias.grad is not None
+    assert torch.equal(model.eval()(x), output)
+
+
+def test_straight_through_gradients_are_those_of_the_palettized_weight():
+    """Forward with the palette; the gradient with respect to it goes to the dense weight unchanged."""
+    palettizer, model = toy(strategy={"type": "ste", "refit_palette": False})
+    x = torch.randn(5, 16)
+    with palettizer.training_mode():
+        model(x).square().sum().backward()
+        leaf = model[0].weight.detach().requires_grad_(True)
+        second = model[2].weight.detach()
+        F.linear(torch.relu(F.linear(x, leaf, model[0].bias)), second, model[2].bias).square().sum().backward()
+    assert torch.allclose(model[0].parametrizations.weight.original.grad, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_straight_through_follows_the_weight():
+    """Indices are assigned anew when the weight moves, and entries become the means of their members."""
+    palettizer, model = toy(strategy={"type": "ste"})
+    sim = simulators(model)[0]
+    original = model[0].parametrizations.weight.original
+    with palettizer.training_mode():
+        with torch.no_grad():
+            original.copy_(torch.randn(8, 16))
+        output = model[0].weight
+        members = torch.stack([original[sim.indices == k].mean() for k in range(4)])
+        assert torch.allclose(sim.centroids.flatten(), members, atol=1e-6)
+        assert torch.equal(output, sim.centroids.flatten()[sim.indices.long()])
+        kept = sim.indices
+        _ = model[0].weight
+        assert sim.indices is kept
+
+
+def dkm_by_hand(weight: torch.Tensor, palette: torch.Tensor, temperature: float, iterations: int) -> torch.Tensor:
+    """Attention with the softmax of -d²/τ, and entries as attention-weighted means, in float64."""
+    w, c = weight.double().flatten(), palette.double().flatten()
+    tau = temperature * w.var(correction=0)
+    for _ in range(iterations):
+        attention = torch.softmax(-((w[:, None] - c[None]) ** 2) / tau, 1)
+        c = (attention * w[:, None]).sum(0) / attention.sum(0)
+    attention = torch.softmax(-((w[:, None] - c[None]) ** 2) / tau, 1)
+    return (attention @ c).view(weight.shape)
+
+
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_dkm_is_its_fixed_point(iterations):
+    """Equations 1 and 2 of arXiv 2108.12659, with τ in units of the variance; the palette goes on from the last one."""
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1, "iterations": iterations})
+    weight = model[0].parametrizations.weight.original.detach()
+    start = simulators(model)[0].centroids.clone()
+    with palettizer.training_mode():
+        soft = model[0].weight
+        assert torch.allclose(soft.double(), dkm_by_hand(weight, start, 0.1, iterations), atol=1e-5)
+        twice = dkm_by_hand(weight, start, 0.1, 2 * iterations)
+        assert torch.allclose(model[0].weight.double(), twice, atol=1e-5)
+
+
+def test_dkm_gradients_flow_through_assignment_and_palette():
+    """They are those of the last step of the fixed point, found by automatic differentiation of the formula."""
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1, "iterations": 1})
+    start = simulators(model)[0].centroids.clone()
+    direction = torch.randn(8, 16)
+    with palettizer.training_mode():
+        (model[0].weight * direction).sum().backward()
+    original = model[0].parametrizations.weight.original
+    leaf = original.detach().double().requires_grad_(True)
+    tau = 0.1 * leaf.detach().var(correction=0)
+    c = start.double().flatten()
+    attention = torch.softmax(-((leaf.flatten()[:, None] - c) ** 2) / tau, 1)
+    c = (attention * leaf.flatten()[:, None]).sum(0) / attention.sum(0)
+    attention = torch.softmax(-((leaf.flatten()[:, None] - c) ** 2) / tau, 1)
+    ((attention @ c).view(8, 16) * direction).sum().backward()
+    assert torch.allclose(original.grad.double(), leaf.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cold_palette_is_hard():
+    """τ → 0 makes the soft weight the palettized one."""
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 1e-6, "iterations": 1})
+    hard = model.eval()[0].weight.detach().clone()
+    with palettizer.training_mode():
+        assert torch.allclose(model[0].weight, hard, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"granularity": PerGroupedChannelGranularity(axis=0, group_size=2)},
+        {"cluster_dim": 2},
+        {"enable_per_channel_scale": True},
+        {"lut_qspec": QuantizationSpec(dtype="int8")},
+    ],
+)
+def test_every_strategy_with_every_option(strategy, spec):
+    """Training runs, ends settled, and evaluation uses exactly four entries a group."""
+    palettizer, model = toy(strategy=strategy, **spec)
+    loss = train(palettizer, model, steps=3)
+    assert loss < 2
+    for sim, layer in zip(simulators(model), (model[0], model[2]), strict=True):
+        assert sim.is_settled
+        assert torch.isfinite(sim.lut).all()
+        weight = layer.weight
+        assert torch.equal(weight, sim._palettize(sim.lut, sim.indices, weight))
+
+
+def test_learned_palettes_fit_better():
+    """At 2 bits both strategies beat palettes of a finished model, and training only around them."""
+    losses = {name: train(*toy(strategy={"type": name}), steps=80) for name in ("default", "ste", "dkm")}
+    assert losses["dkm"] < 0.8 * losses["default"]
+    assert losses["ste"] < 0.8 * losses["default"]
+
+
+def test_strategies_by_class():
+    """Specs of strategies can be given as objects."""
+    assert PalettizationSpec(training_strategy_spec=STETrainingSpec()).describe().endswith("ste")
+    assert PalettizationSpec(training_strategy_spec=DKMTrainingSpec()).describe().endswith("dkm")
