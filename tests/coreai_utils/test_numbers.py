@@ -184,7 +184,7 @@ def test_weights_that_are_too_narrow_for_a_pattern_are_skipped() -> None:
         _n_m_mask(_weight(torch.ones(3, 9)), 2, 8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     axis=st.integers(0, 2),
     n_bits=st.sampled_from([1, 2, 3]),

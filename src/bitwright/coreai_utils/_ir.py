@@ -7,7 +7,7 @@ bindings below; everything else in this package goes through it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -232,14 +232,17 @@ def _writing_before(operation: Any) -> Iterator[None]:
         yield
 
 
-def replace_constants(program: Any, replacements: Sequence[tuple[Constant, Emit]]) -> None:
-    """Replace constants by what ``emit`` writes for them, and verify the program."""
-    for constant, emit in replacements:
-        operation = constant.operation
-        with _writing_before(operation):
-            result = emit(Builder())
-        if result.type != operation.results[0].type:
-            raise AssertionError(f"{constant}: decoded as {result.type}, not {operation.results[0].type}")
-        operation.results[0].replace_all_uses_with(result)
-        operation.erase()
+def replace_constant(constant: Constant, emit: Emit) -> None:
+    """Replace a constant by what ``emit`` writes for it."""
+    operation = constant.operation
+    with _writing_before(operation):
+        result = emit(Builder())
+    if result.type != operation.results[0].type:
+        raise AssertionError(f"{constant}: decoded as {result.type}, not {operation.results[0].type}")
+    operation.results[0].replace_all_uses_with(result)
+    operation.erase()
+
+
+def verify(program: Any) -> None:
+    """Check a rewritten program by the rules of its operations."""
     program._module.verify()

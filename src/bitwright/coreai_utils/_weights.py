@@ -11,7 +11,7 @@ import torch
 
 from bitwright.errors import ConfigMatchWarning
 
-from ._ir import Constant, Emit, Use, float_constants, integers_of, replace_constants, uses_of
+from ._ir import Constant, Emit, Use, float_constants, integers_of, replace_constant, uses_of, verify
 
 #: From this size on a constant is a weight whoever reads it.
 _SURELY_A_WEIGHT: Final = 100_000_000
@@ -59,10 +59,10 @@ class Skipped(Exception):
 def compress_weights(program: Any, threshold: int, compress: Callable[[Weight], Emit]) -> Any:
     """Replace every weight with more than ``threshold`` elements by what ``compress`` makes of it.
 
-    All weights are compressed before the program is touched. Weights that the request does not fit are left as they
-    are; one warning names them all.
+    One weight at a time, so that a large program needs the memory of its largest weight only. Weights that the request
+    does not fit are left as they are; one warning names them all.
     """
-    replacements: list[tuple[Constant, Emit]] = []
+    replaced = 0
     skipped: list[str] = []
     for constant in float_constants(program):
         if not _is_weight(constant, threshold):
@@ -70,14 +70,14 @@ def compress_weights(program: Any, threshold: int, compress: Callable[[Weight], 
         out_axis, in_axis = _channel_axes(constant)
         try:
             weight = Weight(constant, _finite(constant), out_axis, in_axis)
-            replacements.append((constant, compress(weight)))
+            replace_constant(constant, compress(weight))
+            replaced += 1
         except Skipped as reason:
             skipped.append(f"{constant}: {reason}")
-    replace_constants(program, replacements)
+    verify(program)
     if skipped:
         warnings.warn(
-            f"{len(skipped)} of {len(skipped) + len(replacements)} weights were left as they are. "
-            + "; ".join(skipped),
+            f"{len(skipped)} of {len(skipped) + replaced} weights were left as they are. " + "; ".join(skipped),
             ConfigMatchWarning,
             stacklevel=3,
         )
