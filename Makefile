@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not peer and not gpu" -n 2
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q
+	BITWRIGHT_HYPOTHESIS=thorough $(BIN)/python -m pytest -q
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
