@@ -206,13 +206,16 @@ def cluster_atoms(
         the given weights.
     """
     if values.size <= n_clusters:
-        centroids[: values.size] = values
-        centroids[values.size :] = values[-1]
+        for i in range(centroids.size):
+            centroids[i] = values[min(i, values.size - 1)]
         return values.size, 0.0
     exponent = math.frexp(max(abs(values[0]), abs(values[-1])))[1]
     scale = math.ldexp(1.0, -exponent)
     centre = values[values.size // 2] * scale
-    unit_mass = math.ldexp(1.0, math.frexp(weights.max())[1])  # a power of two keeps counts exact
+    heaviest = 0.0
+    for weight in weights:
+        heaviest = max(heaviest, weight)
+    unit_mass = math.ldexp(1.0, math.frexp(heaviest)[1])  # a power of two keeps counts exact
     for i in range(values.size):
         values[i] = values[i] * scale - centre
         weights[i] /= unit_mass
@@ -240,5 +243,6 @@ def cluster_atoms(
             mean = positions[start] + offset / mass
             for i in range(positions.size):
                 error += masses[i] * (positions[i] - mean) ** 2
-    centroids[used:] = centroids[used - 1]
+    for i in range(used, centroids.size):
+        centroids[i] = centroids[used - 1]
     return used, error * unit_mass / scale / scale

@@ -45,7 +45,7 @@ def kernel(function: _F) -> _F:
 
 def inlined(function: _F) -> _F:
     """Compile ``function`` into every kernel that calls it."""
-    return cast(_F, numba.njit(nogil=True, inline="always", error_model="numpy")(function))
+    return cast(_F, numba.njit(error_model="numpy", forceinline=True)(function))
 
 
 def reordering(function: _F) -> _F:

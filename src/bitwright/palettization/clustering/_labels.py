@@ -92,7 +92,8 @@ def label_by_search(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np
     while widest < thresholds.size:
         widest *= 2
     padded = np.full(widest, np.inf, thresholds.dtype)
-    padded[: thresholds.size] = thresholds
+    for i in range(thresholds.size):
+        padded[i] = thresholds[i]
     places = np.empty(_SEARCHED, np.int32)
     for start in range(0, values.size, _SEARCHED):
         size = min(_SEARCHED, values.size - start)

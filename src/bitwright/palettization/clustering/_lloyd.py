@@ -172,19 +172,22 @@ def seed_centroids(
     centroids = np.empty((n_clusters, dims), np.float32)
     nearest = np.full(n, np.inf, np.float32)
     chances = np.ones(n)
-    if weights.size > 0:
-        chances[:] = weights
-    total = chances.sum()
+    total = 0.0
+    for i in range(n):
+        if weights.size > 0:
+            chances[i] = weights[i]
+        total += chances[i]
     for k in range(n_clusters):
         if not total > 0.0:
             return centroids[:k].copy()
-        chosen = points[_pick(chances, total, state)]
-        centroids[k] = chosen
+        chosen = _pick(chances, total, state)
+        for d in range(dims):
+            centroids[k, d] = points[chosen, d]
         total = 0.0
         for i in range(n):
             far = np.float32(0.0)
             for d in range(dims):
-                off = points[i, d] - chosen[d]
+                off = points[i, d] - centroids[k, d]
                 far += off * off
             nearest[i] = min(nearest[i], far)
             chances[i] = nearest[i] * (np.float64(weights[i]) if weights.size > 0 else 1.0)
@@ -227,7 +230,8 @@ def run_lloyd(
         error, worst, place = gather_step(points, weights, centre, 1.0, centroids, masses, sums)
         empty = moved_centroids(centroids, masses, sums)
         if empty >= 0 and worst > 0.0:
-            centroids[empty] = points[place]
+            for d in range(centroids.shape[1]):
+                centroids[empty, d] = points[place, d]
         elif before - error <= tolerance * error:
             break
         before = error
@@ -251,10 +255,12 @@ def _stakes(
     for start in range(0, points.shape[0], _BLOCK):
         size = min(_BLOCK, points.shape[0] - start)
         _turn(points, start, size, centre, 1.0, block)
-        best[:] = np.inf
-        second[:] = np.inf
+        for i in range(size):
+            best[i] = np.inf
+            second[i] = np.inf
         for k in range(n_clusters):
-            far[:] = np.float32(0.0)
+            for i in range(size):
+                far[i] = np.float32(0.0)
             for d in range(dims):
                 here = centroids[k, d]
                 for i in range(size):
@@ -273,12 +279,26 @@ def _stakes(
 
 
 @kernel
+def _ascending(entries: _Floats) -> npt.NDArray[np.int64]:
+    """Places of a few entries in ascending order, equal ones by place."""
+    order = np.empty(entries.size, np.int64)
+    for i in range(entries.size):
+        at = i
+        while at > 0 and entries[order[at - 1]] > entries[i]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = i
+    return order
+
+
+@kernel
 def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int) -> npt.NDArray[np.bool_]:
     """Which ``count`` centroids to drop: those of least loss, but no two that stand in for each other."""
-    order = np.argsort(losses)
+    order = _ascending(losses)
     dropped = np.zeros(order.size, np.bool_)
     kept = np.zeros(order.size, np.bool_)
     left = count
+    n_kept = 0
     for k in order:
         if left == 0 or kept[k]:
             continue
@@ -293,8 +313,9 @@ def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int)
             if far < least and not dropped[other]:
                 least = far
                 nearest = other
-        if kept.sum() < order.size - count:
+        if n_kept < order.size - count and not kept[nearest]:
             kept[nearest] = True
+            n_kept += 1
     for k in order:
         if left > 0 and not dropped[k]:
             dropped[k] = True
@@ -324,15 +345,24 @@ def breathe(
     spread = 0.01 * math.sqrt(error / points.size)
     while breath > 0:
         errors, _ = _stakes(points, weights, centroids)
-        order = np.argsort(-errors)
+        worst = _ascending(-errors)
         grown = np.empty((n_clusters + breath, dims), np.float32)
-        grown[:n_clusters] = centroids
-        for i in range(breath):
+        for k in range(n_clusters + breath):
+            added = k >= n_clusters
+            source = worst[k - n_clusters] if added else k
             for d in range(dims):
-                grown[n_clusters + i, d] = centroids[order[i], d] + spread * (2.0 * _draw(state) - 1.0)
+                away = spread * (2.0 * _draw(state) - 1.0) if added else 0.0
+                grown[k, d] = centroids[source, d] + away
         run_lloyd(points, weights, grown, steps, 1e-3)
         _, losses = _stakes(points, weights, grown)
-        trial = grown[~_expendable(grown, losses, breath)]
+        dropped = _expendable(grown, losses, breath)
+        trial = np.empty((n_clusters, dims), np.float32)
+        place = 0
+        for k in range(n_clusters + breath):
+            if not dropped[k]:
+                for d in range(dims):
+                    trial[place, d] = grown[k, d]
+                place += 1
         found = run_lloyd(points, weights, trial, steps, 1e-3)
         if found < error * (1.0 - 1e-4):
             centroids, error = trial, found

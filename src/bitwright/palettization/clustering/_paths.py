@@ -176,8 +176,8 @@ def _splice(few: _Ints, many: _Ints, n_clusters: int) -> _Ints:
     while not (few[at] <= many[at + shift] and many[at + shift + 1] <= few[at + 1]):
         at += 1
     bounds = np.empty(n_clusters + 1, np.int32)
-    bounds[: at + 1] = few[: at + 1]
-    bounds[at + 1 :] = many[at + shift + 1 :]
+    for i in range(bounds.size):
+        bounds[i] = few[i] if i <= at else many[i + shift]
     return bounds
 
 
