@@ -32,18 +32,24 @@ def palettes(draw):
     lut = torch.randn(*groups, entries, vector_size, generator=generator).to(dtype)
     indices = torch.randint(entries, index_shape, generator=generator)
     axis = draw(st.integers(0, len(index_shape) - 1))
-    channels = index_shape[0] * (vector_size if axis == 0 else 1)
+    channel_axis = draw(st.integers(0, min(1, len(index_shape) - 1)))
+    channels = index_shape[channel_axis] * (vector_size if axis == channel_axis else 1)
     scale = torch.rand(channels, generator=generator).to(dtype) if draw(st.booleans()) else None
-    return n_bits, indices, lut, axis, scale
+    return n_bits, indices, lut, axis, scale, channel_axis
 
 
 @settings(max_examples=80, deadline=None)
 @given(palettes())
 def test_palette_decodes_by_definition(case):
     """Each index looks up a vector in the table of its group; vectors run along their axis."""
-    n_bits, indices, lut, axis, scale = case
+    n_bits, indices, lut, axis, scale, channel_axis = case
     packed = palettized_tensor(
-        indices, DenseTensor.from_tensor(lut), n_bits=n_bits, vector_axis=axis, channel_scale=scale
+        indices,
+        DenseTensor.from_tensor(lut),
+        n_bits=n_bits,
+        vector_axis=axis,
+        channel_scale=scale,
+        channel_axis=channel_axis,
     )
     decoded = packed.decode()
     size = lut.shape[-1]
@@ -53,7 +59,7 @@ def test_palette_decodes_by_definition(case):
         for k in range(size):
             place = list(position)
             place[axis] = place[axis] * size + k
-            expected = vector[k] if scale is None else vector[k] * scale[place[0]]
+            expected = vector[k] if scale is None else vector[k] * scale[place[channel_axis]]
             assert decoded[tuple(place)] == expected
     assert packed.nbytes == sum(part.nbytes for part in packed.parts.values())
     packed.check_values()

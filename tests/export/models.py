@@ -7,6 +7,14 @@ import copy
 import torch
 from torch import nn
 
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
+from bitwright.palettization.spec import PerGroupedChannelGranularity
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 
@@ -65,8 +73,8 @@ def built(kind, dtype=torch.float32, seed=0):
     """A model in eval mode and an input for it."""
     torch.manual_seed(seed)
     model = kind().eval().to(dtype)
-    shapes = {ConvNet: (2, 3, 8, 8), Mlp: (4, 64), Tied: (3, 16)}
-    return model, torch.randn(shapes[kind]).to(dtype)
+    shapes = {"ConvNet": (2, 3, 8, 8), "Mlp": (4, 64), "Tied": (3, 16), "Deconv": (2, 4, 6, 6)}
+    return model, torch.randn(shapes[kind.__name__]).to(dtype)
 
 
 def prepared(model, x, weight=None, activation=None, mode="eager"):
@@ -91,3 +99,88 @@ def sqnr(expected, found):
     expected, found = expected.detach().double(), found.detach().double()
     noise = (expected - found).square().sum()
     return float("inf") if noise == 0 else float(10 * torch.log10(expected.square().sum() / noise))
+
+
+class Deconv(nn.Module):
+    """A transposed convolution, whose output channels lie in dimension 1, between other layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2)
+        self.fc = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.up(torch.relu(self.conv(x)))).mean((2, 3)))
+
+
+def palettized(model, x, **spec):
+    """The palettizer and the palettized copy of ``model``."""
+    config = KMeansPalettizerConfig(
+        global_config=ModuleKMeansPalettizerConfig(
+            op_state_spec={"weight": PalettizationSpec(**spec)}, enable_fast_kmeans_mode=False
+        )
+    )
+    palettizer = KMeansPalettizer(copy.deepcopy(model), config)
+    return palettizer, palettizer.prepare((x,))
+
+
+def pruned(model, x, sparsity=0.75):
+    """The pruner and the pruned copy of ``model``."""
+    spec = {"weight": PruningSpec(target_sparsity=sparsity)}
+    config = MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(op_state_spec=spec))
+    pruner = MagnitudePruner(copy.deepcopy(model), config)
+    return pruner, pruner.prepare((x,))
+
+
+def grouped(size, axis=0):
+    """Look-up tables for every ``size`` channels."""
+    return PerGroupedChannelGranularity(axis=axis, group_size=size)
+
+
+PALETTES = {
+    **{f"{bits} bits": {"n_bits": bits} for bits in range(1, 9)},
+    "groups of rows": {"n_bits": 4, "granularity": grouped(4)},
+    "groups of columns": {"n_bits": 3, "granularity": grouped(4, axis=1)},
+    "vectors": {"n_bits": 4, "cluster_dim": 2},
+    "vectors in groups": {"n_bits": 2, "cluster_dim": 2, "granularity": grouped(4)},
+    "int8 tables": {"n_bits": 4, "lut_qspec": QuantizationSpec(dtype="int8")},
+    "uint8 tables": {"n_bits": 4, "lut_qspec": QuantizationSpec(dtype="uint8", qscheme="asymmetric")},
+    "fp8 tables": {"n_bits": 4, "lut_qspec": QuantizationSpec(dtype="float8_e4m3fn")},
+    "channel scale": {"n_bits": 4, "enable_per_channel_scale": True},
+    "all together": {
+        "n_bits": 4,
+        "enable_per_channel_scale": True,
+        "lut_qspec": QuantizationSpec(dtype="int8"),
+        "granularity": grouped(4),
+    },
+}
+
+JOINT = {
+    "int8": W8,
+    "int4 asymmetric": QuantizationSpec(dtype="int4", qscheme="asymmetric", granularity=CHANNEL),
+    "int8 minval": QuantizationSpec(dtype="int8", qformulation="minval", granularity=CHANNEL),
+    "fp8": QuantizationSpec(dtype="float8_e4m3fn", granularity=CHANNEL),
+    "palette": {"n_bits": 4},
+    "grouped palette": {"n_bits": 4, "granularity": grouped(4)},
+}
+
+
+def pruned_and_compressed(model, x, second):
+    """The last compressor and the model that was pruned and then quantized or palettized."""
+    pruner, _ = pruned(model, x)
+    sparse = pruner.finalize(backend="_torch")
+    if isinstance(second, dict):
+        config = KMeansPalettizerConfig(
+            global_config=ModuleKMeansPalettizerConfig(
+                op_state_spec={"weight": PalettizationSpec(**second)}, enable_fast_kmeans_mode=False
+            )
+        )
+        palettizer = KMeansPalettizer(sparse, config)
+        return palettizer, palettizer.prepare((x,))
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(op_state_spec={"weight": second}, op_input_spec=None, op_output_spec=None),
+        execution_mode="eager",
+    )
+    quantizer = Quantizer(sparse, config)
+    return quantizer, quantizer.prepare((x,))

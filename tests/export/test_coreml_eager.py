@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerChannelGranularity
-
 from tests.artifact.strategies import weight_specs
+
 from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
 
 

@@ -16,7 +16,6 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 
-from bitwright.artifact.packed import pack_tensor
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.export.onnx.nbits import nbits_operands
 from bitwright.export.onnx.runtime import open_session
@@ -24,7 +23,22 @@ from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 from tests.artifact.strategies import weight_specs
 
-from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
+from .models import (
+    CHANNEL,
+    JOINT,
+    PALETTES,
+    W8,
+    ConvNet,
+    Deconv,
+    Mlp,
+    Tied,
+    blocks,
+    built,
+    palettized,
+    prepared,
+    pruned_and_compressed,
+    sqnr,
+)
 
 ENOUGH_DB = 60
 
@@ -55,15 +69,22 @@ def _exported(ready, x, tmp_path, **options):
     return export_onnx(ready, (x,), tmp_path / "model.onnx", **options)
 
 
-@pytest.mark.parametrize("optimize", [False, True])
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights(name, optimize, tmp_path):
+QUICK = ["int8", "uint3", "int4 blocks", "int4 minval blocks", "int8 square blocks", "fp8", "fp4"]
+
+
+def _quick(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", _quick(WEIGHTS, QUICK))
+def test_weights(name, tmp_path):
     """Equal up to the order of float additions, with and without ONNX Runtime's graph optimizations."""
     kind, spec = WEIGHTS[name]
     model, x = built(kind)
     _, ready = prepared(model, x, spec)
     path = _exported(ready, x, tmp_path)
-    assert sqnr(ready(x), run_onnx(path, (x,), optimize=optimize)[0]) > 120
+    for optimize in (False, True):
+        assert sqnr(ready(x), run_onnx(path, (x,), optimize=optimize)[0]) > 120
 
 
 ACTIVATIONS = {
@@ -78,7 +99,10 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "name",
+    _quick(ACTIVATIONS, ["int8 symmetric zp", "uint8 asymmetric zp", "int4 symmetric_with_clipping minval", "fp8"]),
+)
 def test_activations(name, mode, tmp_path):
     """The codes of the output are those of the prepared model, also for inputs beyond the calibrated range.
 
@@ -110,7 +134,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", _quick(OTHERS, ["per channel", "dynamic asymmetric", "fp4 blocks"]))
 def test_activations_that_become_arithmetic(name, tmp_path):
     """What quantize nodes cannot hold is written as plain operators, and is as exact."""
     model, x = built(Mlp)
@@ -159,9 +183,9 @@ def test_signed_activations_on_request(tmp_path):
     assert sqnr(ready(x), run_onnx(path, (x,), optimize=False)[0]) > ENOUGH_DB
 
 
-@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "rank"), [("int4", "symmetric", 2), ("int4", "asymmetric", 3), ("uint4", "asymmetric", 2)]
+)
 def test_matmul_nbits(dtype, scheme, rank, tmp_path):
     """Linear layers with 4-bit blocks become ONNX Runtime's own operator, which computes the same."""
     model, x = built(Mlp)
@@ -226,41 +250,23 @@ def test_codes_in_the_file_are_those_of_the_artifact(tmp_path):
     assert len(codes.raw_data) == tensor.parts["codes"].nbytes
 
 
-@pytest.mark.parametrize("case", ["plain", "groups", "vectors", "scaled"])
-def test_palettes(case, tmp_path):
-    """Look-up tables become Gather nodes on 4-bit indices."""
-    from bitwright.artifact import DenseTensor, palettized_tensor
+@pytest.mark.parametrize("name", _quick(PALETTES, ["3 bits", "vectors in groups", "all together"]))
+def test_palettes(name, tmp_path):
+    """Look-up tables become Gather nodes; indices of up to 4 bits take 4."""
+    model, x = built(Deconv)
+    _, ready = palettized(model, x, **PALETTES[name])
+    path = _exported(ready, x, tmp_path)
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > 110
+    stored = {i.data_type for i in onnx.load(path).graph.initializer if i.name.endswith("indices")}
+    small = PALETTES[name]["n_bits"] <= 4
+    assert stored == {onnx.TensorProto.UINT4 if small else onnx.TensorProto.UINT8}
 
-    torch.manual_seed(0)
-    groups, size = {"plain": ((1, 1), 1), "groups": ((4, 2), 1), "vectors": ((2, 1), 2), "scaled": ((1, 1), 1)}[case]
-    lut = DenseTensor.from_tensor(torch.randn(*groups, 16, size))
-    scale = torch.rand(8 * size) if case == "scaled" else None
-    tensor = palettized_tensor(torch.randint(16, (8, 24)), lut, n_bits=4, channel_scale=scale)
-    model = nn.Sequential(nn.Linear(24, 8 * size))
-    x = torch.randn(3, 24)
-    from bitwright.export.lowering import lower
 
-    packed = pack_tensor(model[0], "weight", tensor)
-    expected = model(x)
-    from bitwright.export.onnx import exporter
-
-    class _Simulator(nn.Module):
-        pass
-
-    lowered = lower(nn.Sequential(nn.Linear(24, 8 * size)), exporter.WeightStandIn, exporter._activation_stand_in)
-    from bitwright.artifact.packed import replace_weight
-
-    replace_weight(lowered.model[0], "weight", exporter.WeightStandIn("w", tensor), tensor.dtype)
-    lowered.model[0].bias.data = model[0].bias.data
-    lowered.weights["w"] = tensor
-    program = exporter._traced(lowered.model, (x,), {}, None, 21, None, None)
-    exporter._fill_in(program.model.graph, lowered, "qdq", True)
-    program.model.opset_imports.pop("bitwright", None)
-    path = exporter._save(program, tmp_path / "palette.onnx")
-    assert sqnr(expected, run_onnx(path, (x,))[0]) > 120
-    types = {i.data_type for i in onnx.load(path).graph.initializer}
-    assert onnx.TensorProto.UINT4 in types
-    assert packed is not None
+@pytest.mark.parametrize("name", _quick(JOINT, ["int4 asymmetric", "palette"]))
+def test_pruned_and_compressed(name, tmp_path):
+    model, x = built(Deconv)
+    _, ready = pruned_and_compressed(model, x, JOINT[name])
+    assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,))[0]) > 110
 
 
 def test_tied_weights_are_stored_once(tmp_path):
@@ -316,7 +322,7 @@ def test_keyword_inputs_and_names(tmp_path):
     assert sqnr(ready(x, factor=factor), run_onnx(path, {"a": x, "b": factor})[0]) > 120
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(weight_specs((32, 32)), st.sampled_from(["eager", "graph"]))
 def test_random_weight_specs(tmp_path, spec, mode):
     """Every spec that can be prepared is exported right."""

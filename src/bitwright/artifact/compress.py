@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ Encoder: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor | None], Compress
 
 _ENCODERS: dict[type, Encoder] = {}
 _MASKS: dict[type, Callable[[Any], torch.Tensor]] = {}
+_SWITCHED_ON: dict[type, Callable[[Any], AbstractContextManager[None]]] = {}
 
 
 def register_encoder(simulator_class: type, encoder: Encoder) -> None:
@@ -133,12 +135,16 @@ def _apply(simulator: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
         else:
             scale, zero_point, minval = simulator._stored(simulator.qparams_calculator)
         return simulator._fake_quantize(tensor, scale, zero_point, minval)
-    was_training = simulator.training
-    simulator.eval()
+    switched_on = next((_SWITCHED_ON[cls] for cls in type(simulator).__mro__ if cls in _SWITCHED_ON), nullcontext)
+    modes = [(module, module.training) for module in simulator.modules()]
+    for module, _ in modes:
+        module.training = False
     try:
-        result: torch.Tensor = simulator(tensor)
+        with switched_on(simulator):
+            result: torch.Tensor = simulator(tensor)
     finally:
-        simulator.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     return result
 
 

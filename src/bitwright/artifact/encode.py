@@ -109,6 +109,7 @@ def palettized_tensor(
     n_bits: int,
     vector_axis: int = 0,
     channel_scale: torch.Tensor | None = None,
+    channel_axis: int = 0,
     mask: torch.Tensor | None = None,
     mask_needed: bool = False,
 ) -> PalettizedTensor:
@@ -119,7 +120,8 @@ def palettized_tensor(
         lut: the tables, shape ``(*groups, entries, vector_size)`` with one group count per dimension of ``indices``.
         n_bits: bits of an index.
         vector_axis: the dimension that vectors run along.
-        channel_scale: one factor for each index of dimension 0, of the tables' dtype.
+        channel_scale: one factor for each index of ``channel_axis``, of the tables' dtype.
+        channel_axis: the dimension of channels.
         mask: bool tensor of the decoded shape; as in ``quantized_tensor``. Not for vectors.
         mask_needed: use the mask even if that is larger, because no table entry stands for zero.
     """
@@ -131,7 +133,8 @@ def palettized_tensor(
     def layout(kept: int | None) -> PalettizedLayout:
         return PalettizedLayout(
             shape=tuple(shape), n_bits=n_bits, vector_size=vector_size, vector_axis=vector_axis,
-            groups=lut.shape[:-2], lut=lut.layout, channel_scale=channel_scale is not None, kept=kept,
+            groups=lut.shape[:-2], lut=lut.layout, kept=kept,
+            channel_axis=None if channel_scale is None else channel_axis,
         )  # fmt: skip
 
     chosen = layout(None)

@@ -226,7 +226,7 @@ class PalettizedLayout(TensorLayout):
         vector_axis: the dimension that vectors run along.
         groups: number of tables along each dimension of the indices.
         lut: layout of all tables together, shape ``(*groups, entries, vector_size)``.
-        channel_scale: whether each index of dimension 0 has a factor.
+        channel_axis: the dimension of which each index has a factor; None for no factors.
     """
 
     kind: Literal["palettized"] = "palettized"
@@ -235,7 +235,7 @@ class PalettizedLayout(TensorLayout):
     vector_axis: Annotated[int, Field(ge=0)] = 0
     groups: Shape
     lut: Annotated[DenseLayout | QuantizedLayout, Field(discriminator="kind")]
-    channel_scale: bool = False
+    channel_axis: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
@@ -249,8 +249,9 @@ class PalettizedLayout(TensorLayout):
             raise ValueError(f"tables of {self.entries} entries do not fit indices of {self.n_bits} bits")
         if not self.lut.decoded_dtype.is_floating_point or self.lut.decoded_dtype.itemsize < 2:
             raise ValueError(f"look-up tables must decode to floating point, not {self.lut.decoded_dtype}")
-        if self.shape and not (self.vector_axis < len(self.shape)):
-            raise ValueError(f"vector_axis {self.vector_axis} is no dimension of shape {self.shape}")
+        for name, axis in (("vector_axis", self.vector_axis), ("channel_axis", self.channel_axis or 0)):
+            if self.shape and axis >= len(self.shape):
+                raise ValueError(f"{name} {axis} is no dimension of shape {self.shape}")
         sizes = zip(self.index_shape, self.groups, strict=True)
         block_counts(self.index_shape, tuple(size // count if count else 0 for size, count in sizes))
         if self.kept is not None and self.vector_size > 1:
@@ -279,8 +280,8 @@ class PalettizedLayout(TensorLayout):
     def parts(self) -> dict[str, PartShape]:
         parts = {"indices": self._elements(self.index_shape, self.n_bits, torch.uint8)}
         parts |= {f"lut.{name}": part for name, part in self.lut.parts().items()}
-        if self.channel_scale:
-            parts["channel_scale"] = (self.shape[0],), self.decoded_dtype
+        if self.channel_axis is not None:
+            parts["channel_scale"] = (self.shape[self.channel_axis],), self.decoded_dtype
         return parts | self._mask()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from bitwright.pruning.spec import PruneImplBase
 from bitwright.quantization.spec import QuantizationScheme
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .compress import _MASKS, register_encoder
+from .compress import _MASKS, _SWITCHED_ON, register_encoder
 from .encode import dense_tensor, palettized_tensor, quantized_tensor
 from .tensors import CompressedTensor, DenseTensor, QuantizedTensor
 
@@ -32,24 +34,18 @@ def _encode_palettized(
     rank = indices.ndim
     groups = (*lut.shape[:2], *[1] * rank)[:rank]
     tables = lut.reshape(*groups, *lut.shape[2:])
-    stored = _quantized_tables(simulator, tables) if simulator.lut_qspec is not None else dense_tensor(tables)
-    channel_scale = None
-    if scale is not None and scale.shape[0] == 1 and rank > 1:  # a factor for each index of dimension 1
-        stored = dense_tensor(_scaled_tables(tables, scale))
-    elif scale is not None:
-        channel_scale = scale.reshape(-1)
+    along_inputs = scale is not None and scale.shape[0] == 1 and rank > 1
     if mask is not None and simulator.preserve_zeros:
         mask = mask & (tensor != 0)
     return palettized_tensor(
-        indices, stored, n_bits=simulator.n_bits, channel_scale=channel_scale, mask=mask, mask_needed=True
+        indices,
+        _quantized_tables(simulator, tables) if simulator.lut_qspec is not None else dense_tensor(tables),
+        n_bits=simulator.n_bits,
+        channel_scale=None if scale is None else scale.reshape(-1),
+        channel_axis=1 if along_inputs else 0,
+        mask=mask,
+        mask_needed=True,
     )
-
-
-def _scaled_tables(tables: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a table for each index of dimension 1, multiplied with its factor."""
-    channels = scale.numel()
-    per_channel = tables.repeat_interleave(channels // tables.shape[1], dim=1)
-    return per_channel * scale.view(1, channels, *[1] * (tables.ndim - 2))
 
 
 def _quantized_tables(simulator: PaletteState, tables: torch.Tensor) -> DenseTensor | QuantizedTensor:
@@ -70,5 +66,26 @@ def _quantized_tables(simulator: PaletteState, tables: torch.Tensor) -> DenseTen
     )
 
 
+@contextmanager
+def _palettizing(simulator: PaletteState) -> Iterator[None]:
+    was_on = simulator.forward_enabled
+    simulator.enable_fake_palett(True)
+    try:
+        yield
+    finally:
+        simulator.enable_fake_palett(was_on)
+
+
+@contextmanager
+def _pruning(simulator: PruneImplBase) -> Iterator[None]:
+    was_on, simulator.enabled = simulator.enabled, True
+    try:
+        yield
+    finally:
+        simulator.enabled = was_on
+
+
 register_encoder(PaletteState, _encode_palettized)
+_SWITCHED_ON[PaletteState] = _palettizing
+_SWITCHED_ON[PruneImplBase] = _pruning
 _MASKS[PruneImplBase] = _mask

@@ -220,6 +220,13 @@ class PalettizedTensor(CompressedTensor[PalettizedLayout]):
         assert isinstance(tensor, DenseTensor | QuantizedTensor)
         return tensor
 
+    def channel_scale(self) -> torch.Tensor | None:
+        """Return the factors of channels in the shape in which they broadcast against the tensor; None for none."""
+        axis, factors = self.layout.channel_axis, self.parts.get("channel_scale")
+        if axis is None or factors is None:
+            return None
+        return factors.view([-1 if dim == axis else 1 for dim in range(len(self.shape))])
+
     def decode(self) -> torch.Tensor:
         layout = self.layout
         indices = self.indices().long()
@@ -229,8 +236,9 @@ class PalettizedTensor(CompressedTensor[PalettizedLayout]):
         axis = layout.vector_axis
         values = values.squeeze(-1) if layout.vector_size == 1 else values.movedim(-1, axis + 1)
         values = values.reshape(layout.shape)
-        if layout.channel_scale:
-            values = values * self.parts["channel_scale"].view(-1, *[1] * (len(layout.shape) - 1))
+        factors = self.channel_scale()
+        if factors is not None:
+            values = values * factors
         return self._zero_dropped(values)
 
     def check_values(self) -> None:

@@ -17,7 +17,8 @@ __all__ = ["FP4_BLOCK", "container_of", "coreai_layers", "coreai_weight", "quant
 FP4_BLOCK = 32
 
 _FP4 = "float4_e2m1fn_x2"
-_PALETTE_BITS = (1, 2, 3, 4, 6, 8)
+# Core AI's converter lacks 3 bits, although its ops know them.
+_PALETTE_BITS = (1, 2, 4, 6, 8)
 
 
 def coreai_layers() -> Any:
@@ -222,14 +223,12 @@ def _sparse(dense: torch.Tensor, mask: torch.Tensor | None, layers: Any) -> nn.M
 def _palettized(tensor: PalettizedTensor, layers: Any) -> nn.Module:
     layout, lut, mask = tensor.layout, tensor.lut, tensor.mask()
     if mask is not None:
-        if all(count == 1 for count in layout.groups) and not layout.channel_scale:
+        if all(count == 1 for count in layout.groups) and layout.channel_axis is None:
             table = _padded(lut.decode(), layout.n_bits).reshape(1, -1, 1)
             return _SparsePalettized(tensor.stored_indices().reshape(-1), table, mask)
         return _sparse(tensor.decode(), mask, layers)
     common = {"indices": tensor.indices(), "vector_axis": layout.vector_axis}
-    factors = tensor.parts.get("channel_scale")
-    rank = len(layout.shape)
-    factors = None if factors is None else factors.view(-1, *[1] * (rank - 1))
+    factors = tensor.channel_scale()
     if isinstance(lut, DenseTensor):
         table = _padded(lut.decode(), layout.n_bits)
         if factors is None:
@@ -247,9 +246,10 @@ def _quantized_palette(
     zero_point = lut.zero_point()
     zero_point = None if zero_point is None else zero_point.reshape(zero_point.shape[:rank]).to(table.dtype)
     if factors is not None:
-        repeats = factors.shape[0] // scale.shape[0]
-        scale = scale.repeat_interleave(repeats, 0) * factors
-        zero_point = None if zero_point is None else zero_point.repeat_interleave(repeats, 0)
+        axis = tensor.layout.channel_axis or 0
+        repeats = factors.shape[axis] // scale.shape[axis]
+        scale = scale.repeat_interleave(repeats, axis) * factors
+        zero_point = None if zero_point is None else zero_point.repeat_interleave(repeats, axis)
     integer = lut.layout.number_format.kind == "int"
     return _wrapped(
         layers.ScaledPalettizeModule,

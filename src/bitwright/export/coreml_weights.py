@@ -50,7 +50,7 @@ def _check_palette(tensor: PalettizedTensor, where: str) -> None:
     features = {
         "vectors (cluster_dim > 1)": tensor.layout.vector_size > 1,
         "a quantized look-up table (lut_qspec)": quantized,
-        "a scale per channel (enable_per_channel_scale)": tensor.layout.channel_scale,
+        "a scale per channel (enable_per_channel_scale)": tensor.layout.channel_axis is not None,
     }
     used = [feature for feature, present in features.items() if present]
     if len(used) > 1:
@@ -87,8 +87,9 @@ def _metadata(tensor: CompressedTensor[Any]) -> dict[str, torch.Tensor]:
         if isinstance(lut, QuantizedTensor):
             kinds.append(CompressionType.QUANTIZATION)
             values |= _quantization(lut)
-        if tensor.layout.channel_scale:
-            values["palettization_scale"] = tensor.parts["channel_scale"].view(-1, *[1] * (len(tensor.shape) - 1))
+        factors = tensor.channel_scale()
+        if factors is not None:
+            values["palettization_scale"] = factors
         if tensor.layout.vector_size > 1:
             values["vector_axis"] = torch.tensor(tensor.layout.vector_axis)
     return {"compression_type": torch.tensor([kind.to_coreml_code() for kind in kinds]), **values}

@@ -159,6 +159,7 @@ def _quiet() -> Iterator[None]:
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
     """Replace every stand-in node by the nodes of what it stands for."""
+    built: dict[tuple[str, ...], Any] = {}
     for number, node in enumerate(list(graph)):
         if node.domain != DOMAIN:
             continue
@@ -168,7 +169,7 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
             build = NodeBuilder(graph, node, name, number)
             _replace(output, build_activation(build, node.inputs[0], lowered.activations[name], unsigned))
         elif node.op_type == WEIGHT:
-            _fill_in_weight(graph, node, lowered.weights[name], int4, number)
+            _fill_in_weight(graph, node, lowered.weights[name], int4, built)
         before = node.inputs[0].producer() if node.op_type == ACTIVATION else None
         graph.remove(node, safe=True)
         if before is not None and not any(value.uses() or value in graph.outputs for value in before.outputs):
@@ -178,7 +179,8 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
             del graph.initializers[name]
 
 
-def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, number: int) -> None:
+def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[tuple[str, ...], Any]) -> None:
+    """Replace one use of a weight; ``built`` remembers what computes a weight, for its further uses."""
     name, output = node.attributes["name"].value, node.outputs[0]
     if int4 == "matmul_nbits":
         use_matmul_nbits(graph, node, name, tensor)
@@ -188,15 +190,18 @@ def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, number: int) 
         and isinstance(tensor, QuantizedTensor)
         and all(user.op_type == "Transpose" and user.domain == "" for user in transposes)
     ):
-        for which, user in enumerate(transposes):
+        for user in transposes:
             order = tuple(user.attributes["perm"].value)
-            suffix = "_".join(map(str, order))
-            build = NodeBuilder(graph, node, f"{name}_order_{suffix}", f"{number}_{which}")
-            value = build_weight(build, permuted(tensor, order))
-            _replace(user.outputs[0], value)
+            key = (name, *map(str, order))
+            if key not in built:
+                build = NodeBuilder(graph, node, "_".join([name, "order", *key[1:]]), "w")
+                built[key] = build_weight(build, permuted(tensor, order))
+            _replace(user.outputs[0], built[key])
             graph.remove(user, safe=True)
     elif output.uses() or output in graph.outputs:
-        _replace(output, build_weight(NodeBuilder(graph, node, name, number), tensor))
+        if (name,) not in built:
+            built[(name,)] = build_weight(NodeBuilder(graph, node, name, "w"), tensor)
+        _replace(output, built[(name,)])
 
 
 def _replace(old: Any, new: Any) -> None:

@@ -13,16 +13,15 @@ from bitwright.export.extras import require
 __all__ = ["open_session", "run_onnx"]
 
 
-def open_session(
-    path: str | Path, *, optimize: bool = True, threads: int | None = None, precise: bool = False
-) -> Any:
+def open_session(path: str | Path, *, optimize: bool = True, threads: int | None = None, precise: bool = False) -> Any:
     """Return an ``onnxruntime.InferenceSession`` on the CPU.
 
     Args:
         path: the file.
         optimize: let ONNX Runtime rewrite the graph; False runs it node by node as written.
         threads: threads of one operator; None for ONNX Runtime's choice.
-        precise: use products that cannot overflow on x86 processors without VNNI, where they are slower.
+        precise: use products that cannot overflow on x86 processors without VNNI, where they are slower. ONNX Runtime
+            1.31 refuses models with tied weights in this mode.
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
@@ -55,7 +54,7 @@ def run_onnx(
     Raises:
         MissingExtraError: the onnx extra is not installed.
     """
-    session = open_session(path, optimize=optimize, precise=True)
+    session = open_session(path, optimize=optimize)
     names = [value.name for value in session.get_inputs()]
     given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs, strict=True))
     feed = {name: tensor.detach().cpu().numpy() for name, tensor in given.items()}

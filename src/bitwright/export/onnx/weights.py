@@ -25,7 +25,7 @@ def container_bits(tensor: QuantizedTensor) -> int:
 def weight_opset(tensor: CompressedTensor[Any]) -> int:
     """Return the smallest opset whose operators hold a weight."""
     if isinstance(tensor, PalettizedTensor):
-        return 21 if tensor.layout.n_bits <= 4 else 18
+        return 21 if tensor.layout.entries + tensor.is_sparse <= 16 else 18
     if not isinstance(tensor, QuantizedTensor):
         return 18
     layout = tensor.layout
@@ -168,12 +168,18 @@ def _fp4_values() -> torch.Tensor:
 def _palettized(build: NodeBuilder, tensor: PalettizedTensor) -> Any:
     """Indices of all groups, made indices into one long table."""
     layout = tensor.layout
-    if tensor.is_sparse:
-        return build.initializer(tensor.decode(), "dense")
-    table = tensor.lut.decode().reshape(-1, layout.vector_size)
-    stored = build.initializer(tensor.indices(), "indices", "uint4" if layout.n_bits <= 4 else None)
+    lut, indices, entries = tensor.lut.decode(), tensor.indices(), layout.entries
+    mask = tensor.mask()
+    if mask is not None:
+        if entries == 256:
+            return build.initializer(tensor.decode(), "dense")
+        lut = torch.cat([lut, torch.zeros_like(lut[..., :1, :])], -2)  # dropped entries look up a zero
+        indices = torch.where(mask, indices, torch.full_like(indices, entries))
+        entries += 1
+    table = lut.reshape(-1, layout.vector_size)
+    stored = build.initializer(indices, "indices", "uint4" if entries <= 16 else None)
     indices = build("Cast", [stored], {"to": _INT64})
-    offsets = _group_offsets(tensor)
+    offsets = _group_offsets(tensor, entries)
     if offsets is not None:
         indices = build("Add", [indices, build.initializer(offsets, "table_starts")])
     if layout.vector_size == 1:
@@ -184,13 +190,13 @@ def _palettized(build: NodeBuilder, tensor: PalettizedTensor) -> Any:
         order = [*range(axis + 1), rank, *range(axis + 1, rank)]
         value = build("Transpose", [value], {"perm": order})
         value = build("Reshape", [value, build.initializer(torch.tensor(layout.shape), "shape")])
-    if layout.channel_scale:
-        factors = tensor.parts["channel_scale"].view(-1, *[1] * (len(layout.shape) - 1))
+    factors = tensor.channel_scale()
+    if factors is not None:
         value = build("Mul", [value, build.initializer(factors, "channel_scale")])
     return value
 
 
-def _group_offsets(tensor: PalettizedTensor) -> torch.Tensor | None:
+def _group_offsets(tensor: PalettizedTensor, entries: int) -> torch.Tensor | None:
     """Where the table of every index begins, broadcastable to the indices; None if there is but one table."""
     layout = tensor.layout
     if all(count == 1 for count in layout.groups):
@@ -200,7 +206,7 @@ def _group_offsets(tensor: PalettizedTensor) -> torch.Tensor | None:
         if count > 1:
             along = torch.arange(size) // (size // count)
             number = number * count + along.view([-1 if d == dim else 1 for d in range(len(layout.index_shape))])
-    return number * layout.entries
+    return number * entries
 
 
 def _in_dtype(build: NodeBuilder, value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,345 @@
+"""Core AI: finalized models compute what prepared ones did, in torch bit for bit and in the Core AI runtime."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+pytest.importorskip("coreai_torch")
+
+from bitwright.artifact import ArtifactError
+from bitwright.quantization import QuantizationSpec, _export_utils
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from tests.artifact.strategies import weight_specs
+
+from .coreai_runtime import converted, coreai_ops, run
+from .models import (
+    CHANNEL,
+    JOINT,
+    PALETTES,
+    W8,
+    ConvNet,
+    Deconv,
+    Mlp,
+    Tied,
+    blocks,
+    built,
+    palettized,
+    prepared,
+    pruned,
+    pruned_and_compressed,
+    sqnr,
+)
+
+
+def _spec(dtype, granularity=CHANNEL, **options):
+    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
+
+
+WEIGHTS = {
+    **{
+        dtype: (ConvNet, _spec(dtype)) for dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint2", "int3", "uint5")
+    },
+    "int4 asymmetric": (ConvNet, _spec("int4", qscheme="asymmetric")),
+    "int4 blocks": (Mlp, _spec("int4", blocks(32))),
+    "int8 clipped": (ConvNet, _spec("int8", qscheme="symmetric_with_clipping")),
+    "int8 minval": (ConvNet, _spec("int8", qformulation="minval")),
+    "int8 minval clipped": (ConvNet, _spec("int8", qformulation="minval", qscheme="symmetric_with_clipping")),
+    "int3 minval": (ConvNet, _spec("int3", qformulation="minval")),
+    "fp8": (ConvNet, _spec("float8_e4m3fn")),
+    "mxfp8": (ConvNet, _spec("float8_e5m2", scale_dtype="float8_e8m0fnu")),
+    "fp4": (Mlp, _spec("float4_e2m1fn_x2", blocks(32))),
+}
+
+ACTIVATIONS = {
+    f"{dtype} {scheme} {formulation}": QuantizationSpec(dtype=dtype, qscheme=scheme, qformulation=formulation)
+    for dtype in ("int8", "uint8", "int4")
+    for scheme in ("symmetric", "asymmetric", "symmetric_with_clipping")
+    for formulation in ("zp", "minval")
+} | {"fp8": QuantizationSpec(dtype="float8_e4m3fn"), "fp8 wide": QuantizationSpec(dtype="float8_e5m2")}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_in_torch(name, mode):
+    kind, spec = WEIGHTS[name]
+    model, x = built(kind)
+    quantizer, ready = prepared(model, x, spec, mode=mode)
+    expected = ready(x)
+    assert torch.equal(quantizer.finalize(backend="coreai")(x), expected)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_torch(name, mode):
+    """Bit for bit, far beyond the calibrated range too, where a clipped range saturates earlier than its type."""
+    model, x = built(ConvNet)
+    quantizer, ready = prepared(model, x, W8, ACTIVATIONS[name], mode)
+    inputs = (x, 6 * x, -9 * x)
+    expected = [ready(value) for value in inputs]
+    final = quantizer.finalize(backend="coreai")
+    for value, y in zip(inputs, expected, strict=True):
+        assert torch.equal(final(value), y)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+def test_half_precision_in_torch(dtype, mode, formulation):
+    """Simulators compute in float32; so does what takes their place."""
+    model, x = built(Mlp, dtype)
+    weight = _spec("int4", qformulation=formulation)
+    quantizer, ready = prepared(model, x, weight, QuantizationSpec(qformulation=formulation), mode)
+    expected = ready(x)
+    found = quantizer.finalize(backend="coreai")(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
+QUICK = ["int8", "int4 blocks", "int3", "int8 minval clipped", "mxfp8", "fp4"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in WEIGHTS])
+def test_weights_in_the_runtime(name):
+    kind, spec = WEIGHTS[name]
+    model, x = built(kind)
+    quantizer, ready = prepared(model, x, spec)
+    expected = ready(x)
+    program, exported = converted(quantizer.finalize(backend="coreai"), (x,))
+    layers = sum(1 for module in model.modules() if hasattr(module, "weight"))
+    assert coreai_ops(exported) == {"constexpr_blockwise_shift_scale": layers}
+    (found,), _ = run(program, (x,))
+    assert sqnr(expected, found) > 120
+
+
+QUICK_ACTIVATIONS = ["int8 symmetric zp", "int8 symmetric_with_clipping minval", "int4 asymmetric zp", "fp8"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK_ACTIVATIONS else [pytest.mark.slow]) for n in ACTIVATIONS]
+)
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_activations_in_the_runtime(name, mode):
+    """The runtime's codes are the prepared model's, but for sums that round to the other side of a bound."""
+    model, x = built(ConvNet)
+    quantizer, ready = prepared(model, x, W8, ACTIVATIONS[name], mode)
+    expected = ready(x)
+    program, _ = converted(quantizer.finalize(backend="coreai"), (x,))
+    (found,), _ = run(program, (x,))
+    assert sqnr(expected, found) > 40
+
+
+@pytest.mark.parametrize("name", PALETTES)
+def test_palettes_in_torch(name):
+    """Bit for bit, except where quantized tables and channel scales are multiplied into one factor."""
+    model, x = built(Deconv)
+    palettizer, ready = palettized(model, x, **PALETTES[name])
+    expected = ready(x).detach()
+    found = palettizer.finalize(backend="coreai")(x)
+    assert sqnr(expected, found) > (120 if name == "all together" else 1e9)
+
+
+@pytest.mark.parametrize("name", ["3 bits", "vectors in groups", "all together", pytest.param("fp8 tables")])
+def test_palettes_in_the_runtime(name):
+    model, x = built(Deconv)
+    palettizer, ready = palettized(model, x, **PALETTES[name])
+    expected = ready(x).detach()
+    program, exported = converted(palettizer.finalize(backend="coreai"), (x,))
+    assert coreai_ops(exported)["lut_to_dense"] == 3
+    (found,), _ = run(program, (x,))
+    assert sqnr(expected, found) > 120
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_pruned_and_compressed(name):
+    """Masks stay masks next to codes and palettes, or are folded in where the op could not tell zeros."""
+    model, x = built(Deconv)
+    compressor, ready = pruned_and_compressed(model, x, JOINT[name])
+    expected = ready(x).detach()
+    final = compressor.finalize(backend="coreai")
+    assert torch.equal(final(x), expected)
+    program, exported = converted(final, (x,))
+    if name not in ("int4 asymmetric", "int8 minval"):
+        assert coreai_ops(exported)["sparse_to_dense"] == 3
+    (found,), _ = run(program, (x,))
+    assert sqnr(expected, found) > 120
+
+
+def test_pruned(tmp_path):
+    model, x = built(Deconv)
+    pruner, ready = pruned(model, x)
+    expected = ready(x).detach()
+    final = pruner.finalize(backend="coreai")
+    parametrization = final.fc.parametrizations.weight[0]
+    assert type(parametrization).__name__ == "SparseModuleParametrization"
+    assert final.fc.parametrizations.weight.original.numel() == 0
+    (found,), size = run(converted(final, (x,))[0], (x,))
+    assert sqnr(expected, found) > 120
+    (_, dense_size) = run(converted(model, (x,))[0], (x,))
+    assert size < dense_size
+
+
+def test_eager_buffers_and_names():
+    """The buffers, their names, shapes and dtypes that code written for coreai-opt looks for."""
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, _spec("int4", blocks(32), qscheme="asymmetric"), QuantizationSpec())
+    final = quantizer.finalize(backend="coreai")
+    weight = final.up.parametrizations.weight[0]
+    assert weight.quantized_data.dtype == torch.int8
+    assert weight.quantized_data.shape == (96, 64)
+    assert weight.scale.shape == weight.zero_point.shape == (96, 2)
+    assert weight.zero_point.dtype == torch.int8
+    assert weight.input_dtype == torch.int4
+    assert final.up.parametrizations.weight.original.numel() == 0
+    assert isinstance(final.up.parametrizations.weight.original, nn.Parameter)
+    activation = final.up.linear_quantize_input
+    assert [name for name, _ in activation.named_children()] == ["quantize", "dequantize"]
+    assert activation.quantize.scale.shape == ()
+
+
+def test_graph_buffers_and_nodes():
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec(), "graph")
+    dense = ready.up.weight
+    final = quantizer.finalize(backend="coreai")
+    buffers = dict(final.named_buffers())
+    assert {"up_weight_quantized", "up_weight_scale", "up_weight_zero_point"} <= buffers.keys()
+    assert "activation_post_process_0_scale" in buffers
+    assert buffers["up_weight_quantized"].dtype == torch.int8
+    names = [node.target.name() for node in final.graph.nodes if node.op == "call_function"]
+    assert names.count("coreai::quantize") == names.count("coreai::dequantize") == 3
+    assert final.up.weight.numel() == 0
+    assert ready.up.weight is dense
+    assert dense.numel() == 96 * 64
+
+
+def test_graph_finalize_again_and_for_another_backend():
+    """Finalizing leaves the prepared graph alone, so it can be finalized as often as one likes."""
+    model, x = built(ConvNet)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec(), "graph")
+    expected = ready(x)
+    for backend in ("coreai", "coreml", "coreai", "_torch"):
+        assert sqnr(expected, quantizer.finalize(backend=backend)(x)) > 90
+    assert torch.equal(ready(x), expected)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["int4", "fp4"])
+def test_mapped_files(mode, name, tmp_path):
+    """Weights lie in files, one for each, and are mapped from them; the output does not change."""
+    model, x = built(Mlp)
+    spec = _spec("float4_e2m1fn_x2", blocks(32)) if name == "fp4" else _spec("int4")
+    expected = prepared(model, x, spec, mode=mode)[0].finalize(backend="coreai")(x)
+    final = prepared(model, x, spec, mode=mode)[0].finalize(backend="coreai", mmap_dir=str(tmp_path / "maps"))
+    assert torch.equal(final(x), expected)
+    stem = "up.weight" if mode == "eager" else "up_weight"
+    files = {path.name for path in (tmp_path / "maps").iterdir()}
+    assert files == {f"{stem}.safetensors", f"{stem.replace('up', 'down')}.safetensors"}
+    owner = final.up.parametrizations.weight[0] if mode == "eager" else final
+    for key, stored in load_file(tmp_path / "maps" / f"{stem}.safetensors").items():
+        live = getattr(getattr(owner, key), "elem", getattr(owner, key))
+        assert torch.equal(stored.view(torch.uint8), live.view(torch.uint8))
+        assert not live.untyped_storage().resizable()
+
+
+def test_mapped_files_are_refused_where_they_cannot_go(tmp_path):
+    model, x = built(Mlp)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        prepared(model, x, W8)[0].finalize(backend="coreai", mmap_dir=str(tmp_path / "file"))
+    with pytest.raises(FileExistsError):
+        prepared(model, x, W8)[0].finalize(backend="coreai", mmap_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="mmap_dir is only supported with backend="):
+        prepared(model, x, W8)[0].finalize(backend="coreml", mmap_dir=str(tmp_path / "new"))
+
+
+def test_tied_weights_share_their_module():
+    model, x = built(Tied)
+    quantizer, ready = prepared(model, x, W8)
+    expected = ready(x)
+    final = quantizer.finalize(backend="coreai")
+    assert final.embed.parametrizations.weight[0] is final.head.parametrizations.weight[0]
+    assert torch.equal(final(x), expected)
+
+
+REFUSED = {
+    "fp4 in blocks of 16": (_spec("float4_e2m1fn_x2", blocks(16)), None, "blocks of 32 along the last axis"),
+    "fp4 per channel": (_spec("float4_e2m1fn_x2"), None, "blocks of 32 along the last axis"),
+    "fp4 activation": (W8, _spec("float4_e2m1fn_x2", PerChannelGranularity(axis=-1)), "FP4 activations"),
+    "blocked activation": (
+        W8,
+        QuantizationSpec(granularity=PerBlockGranularity(axis=-1, block_size=32)),
+        "does not support PerBlockGranularity",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_core_ai_lacks_is_refused_and_nothing_is_touched(name, mode, tmp_path):
+    weight, activation, words = REFUSED[name]
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, weight, activation, mode)
+    before, y = copy.deepcopy(ready.state_dict()), ready(x)
+    with pytest.raises(ValueError, match=words) as raised:
+        quantizer.finalize(backend="coreai", mmap_dir=str(tmp_path / "maps"))
+    assert mode == "eager" or weight is not W8 or isinstance(raised.value, RuntimeError)
+    after = ready.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(ready(x), y)
+    assert not list((tmp_path / "maps").glob("*")) if (tmp_path / "maps").exists() else True
+
+
+def test_dynamic_activations_are_refused_by_name():
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, W8, QuantizationSpec(qparam_calculator_cls="dynamic"))
+    with pytest.raises(NotImplementedError, match=r"up\.linear_quantize_input.*dynamically"):
+        quantizer.finalize(backend="coreai")
+
+
+def test_a_registered_handler_takes_over(monkeypatch):
+    """A plugin exports what Core AI's own ops cannot hold."""
+    handlers = {PerBlockGranularity: lambda simulator: nn.Identity()}
+    monkeypatch.setattr(_export_utils, "_EAGER_ACTIVATION_EXPORT_HANDLERS", handlers)
+    model, x = built(Mlp)
+    spec = QuantizationSpec(granularity=PerBlockGranularity(axis=-1, block_size=32))
+    quantizer, _ = prepared(model, x, W8, spec)
+    assert isinstance(quantizer.finalize(backend="coreai").up.linear_quantize_input, nn.Identity)
+
+
+def test_a_graph_without_simulators_is_refused():
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, None, None, "graph")
+    with pytest.raises(ValueError, match="no fake quant nodes"):
+        quantizer.finalize(backend="coreai")
+
+
+def test_uncalibrated_scales_are_refused():
+    """A NaN that got into an activation's range is found before anything is written."""
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec())
+    ready.up.linear_quantize_input.qparams_calculator.scale.fill_(float("nan"))
+    with pytest.raises(ArtifactError, match=r"up\.linear_quantize_input"):
+        quantizer.finalize(backend="coreai")
+
+
+@settings(max_examples=30, deadline=None)
+@given(weight_specs((32, 32)), st.sampled_from(["eager", "graph"]))
+def test_random_weight_specs_are_exact_or_refused(spec, mode):
+    model, x = built(Mlp)
+    quantizer, ready = prepared(model, x, spec, mode=mode)
+    expected = ready(x)
+    blocks_of_32 = spec.granularity.get_block_size((96, 64)) == (1, 32)
+    if spec.dtype == torch.float4_e2m1fn_x2 and not blocks_of_32:
+        with pytest.raises(ValueError, match="FP4"):
+            quantizer.finalize(backend="coreai")
+        assert torch.equal(ready(x), expected)
+    else:
+        assert torch.equal(quantizer.finalize(backend="coreai")(x), expected)
