@@ -241,23 +241,54 @@ def test_the_input_is_not_kept() -> None:
     y.sum().backward()
 
 
+ONE, TWO, FOUR = torch.ones(1), torch.ones(2, 1), torch.ones(4, 1)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("made", "block_size", "formulation", "message"),
     [
-        ({"block_size": (3, 6)}, "A block of 3 does not divide dimension 0"),
-        ({"block_size": (24,)}, "one entry per dimension"),
-        ({"block_size": (1, 6)}, r"scale of shape \(2, 1\) does not fit blocks of shape \(4, 1\)"),
-        ({"grid": Grid(torch.int8, -128, 127, "minval"), "minval": None}, "needs minval"),
+        ((ONE, None, None), (3, 6), "zp", "A block of 3 does not divide dimension 0"),
+        ((ONE, None, None), (24,), "zp", "one entry per dimension"),
+        ((TWO, None, None), (1, 6), "zp", r"scale of shape \(2, 1\) does not fit blocks of shape \(4, 1\)"),
+        ((FOUR, ONE.int(), None), (1, 6), "zp", r"zero_point of shape \(1,\) does not fit a scale of shape \(4, 1\)"),
+        ((ONE, None, TWO), (4, 6), "minval", r"minval of shape \(2, 1\) does not fit a scale of shape \(1,\)"),
+        ((ONE, None, None), (4, 6), "minval", "needs minval"),
     ],
 )
 @pytest.mark.parametrize("form", [reference, fused])
-def test_errors_are_the_same_in_both_forms(form: Any, change: dict[str, Any], message: str) -> None:
-    """Wrong parameters raise ValueError with the place, before anything is computed."""
-    options: dict[str, Any] = {"block_size": (4, 6), "grid": INT8, "minval": torch.zeros(1)} | change
-    scale = torch.ones(2, 1) if options["block_size"] == (1, 6) else torch.ones(1)
-    minval = options.pop("minval")
-    with pytest.raises(ValueError, match=message):
-        form.fake_quantize(torch.ones(4, 6), scale, None, minval, **options)
+def test_errors_are_the_same_in_both_forms(
+    form: Any, made: tuple[Any, ...], block_size: tuple[int, ...], formulation: str, message: str
+) -> None:
+    """Wrong parameters raise ValueError with the place; memory beyond them is never read."""
+    grid = Grid(torch.int8, -128, 127, formulation)
+    codes = torch.ones(4, 6)
+    for call in (form.fake_quantize, form.quantize, form.dequantize):
+        with pytest.raises(ValueError, match=message):
+            call(codes, *made, block_size=block_size, grid=grid)
+
+
+def test_parameters_in_other_dtypes_and_strides() -> None:
+    """Half-precision scales, int64 zero points and expanded parameters are read by value."""
+    x = torch.randn(4, 6)
+    scale, zero_point = torch.tensor([[0.5], [0.25], [1.0], [2.0]]), torch.tensor([[1], [2], [3], [4]])
+    options = {"block_size": (1, 6), "grid": INT8}
+    expected = kernels.fake_quantize(x, scale, zero_point.int(), None, **options)
+    assert_same(kernels.fake_quantize(x, scale.half(), zero_point, None, **options), expected)
+    wide = scale.repeat(1, 2)[:, :1]
+    assert_same(kernels.fake_quantize(x, wide, zero_point.int(), None, **options), expected)
+    same = torch.tensor([[0.5]]).expand(4, 1)
+    plain = kernels.fake_quantize(x, same.contiguous(), None, None, **options)
+    assert_same(kernels.fake_quantize(x, same, None, None, **options), plain)
+
+
+def test_zero_points_between_codes() -> None:
+    """A learned zero point need not be whole; where the codes end, its fraction counts."""
+    x = torch.linspace(-100, 100, 24).view(4, 6)
+    made = (torch.tensor([0.1]), torch.tensor([0.25]), None)
+    options = {"block_size": (4, 6), "grid": INT8}
+    y = kernels.fake_quantize(x, *made, **options)
+    assert_same(y, reference.fake_quantize(x, *made, **options))
+    assert not torch.equal(y, kernels.fake_quantize(x, made[0], None, None, **options))
 
 
 def test_schemes_are_checked() -> None:
@@ -316,6 +347,30 @@ def test_running_range_of_another_shape_is_an_error() -> None:
     ]
     with pytest.raises(ValueError, match=r"running_min has shape \(2, 1\).*\(4, 1\).*Reset the observer"):
         kernels.observe_running_and_fake_quantize(x, *state, block_size=(1, 6), grid=INT8, scheme="symmetric")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [
+            torch.zeros(1, 1),
+            torch.zeros(1, 1),
+            torch.ones(1, 1, dtype=torch.bfloat16),
+            torch.zeros(1, 1).int(),
+            torch.ones(1, 1),
+        ],
+        [torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1).long(), torch.ones(1, 1)],
+        [torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1).int(), None],
+        [torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), None, None],
+    ],
+)
+def test_state_of_other_dtypes_is_written_by_value(state: list[torch.Tensor | None]) -> None:
+    """An observer's buffers may have other dtypes, or be missing; their neighbours in memory are left alone."""
+    x = torch.randn(4, 6)
+    scale = reference.choose_qparams(*reference.min_max(x, (4, 6)), grid=INT8, scheme="symmetric")[0]
+    kernels.observe_running_and_fake_quantize(x, *state, block_size=(4, 6), grid=INT8, scheme="symmetric", restart=True)
+    assert state[2] is not None
+    assert_same(state[2], scale.to(state[2].dtype))
 
 
 def test_observing_without_quantizing_returns_the_input() -> None:

@@ -105,6 +105,13 @@ def form_of(x: torch.Tensor) -> Any:
     return _cuda_form() if x.is_cuda else reference
 
 
+def _form_for(x: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
+    """``form_of``; zero points between the codes, as one may learn them, are for the reference."""
+    if zero_point is not None and zero_point.dtype.is_floating_point:
+        return reference
+    return form_of(x)
+
+
 def fake_quantize(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -136,7 +143,9 @@ def fake_quantize(
 
             return exported_fake_quantize(x, scale, zero_point, minval, block_size, grid)
         return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
-    result: torch.Tensor = form_of(x).fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    result: torch.Tensor = _form_for(x, zero_point).fake_quantize(
+        x, scale, zero_point, minval, block_size=block_size, grid=grid
+    )
     return result
 
 
@@ -156,7 +165,7 @@ def quantize(
     Raises:
         ValueError: as ``fake_quantize``.
     """
-    form = reference if is_compiling() else form_of(x)
+    form = reference if is_compiling() else _form_for(x, zero_point)
     with torch.no_grad():
         codes: torch.Tensor = form.quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     return codes
@@ -189,7 +198,7 @@ def dequantize(
     with torch.no_grad():
         values = codes.to(torch.float32)
         fused = not is_compiling() and output_dtype in _FLOATS
-        form = form_of(values) if fused else reference
+        form = _form_for(values, zero_point) if fused else reference
         result: torch.Tensor = form.dequantize(
             values, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=output_dtype
         )
@@ -322,15 +331,11 @@ def observe_running_and_fake_quantize(
     Raises:
         ValueError: as ``min_max`` and ``choose_qparams``, or a running range of another shape or dtype.
     """
+    reference.check_scheme(grid, scheme, scale_dtype)
     form = reference if is_compiling() else form_of(x)
-    state = (running_min, running_max, scale, zero_point, minval)
-    if form is not reference:
-        reference.check_scheme(grid, scheme, scale_dtype)
-        for kept in state:
-            if kept is not None and not (kept.is_contiguous() and kept.device == x.device):
-                form = reference
     y: torch.Tensor = form.observe_running_and_fake_quantize(
-        x, *state, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
+        x, running_min, running_max, scale, zero_point, minval,
+        block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
         averaging_constant=averaging_constant, restart=restart, quantize=quantize,
     )  # fmt: skip
     return y

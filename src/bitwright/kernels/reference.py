@@ -8,6 +8,7 @@ learned: pass a rounding function with a straight-through gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,27 +25,51 @@ _EPS = torch.finfo(torch.float32).eps
 _INT32_MIN = -2147483648.0
 
 
+def check_fit(
+    counts: tuple[int, ...],
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    needs_minval: bool,
+) -> bool:
+    """Return whether the parameters are single numbers for all blocks; None fits everything.
+
+    Raises:
+        ValueError: a parameter has neither one entry nor one per block, not all have the same number of entries, or
+            the minval is missing.
+    """
+    if needs_minval and minval is None:
+        raise ValueError("The 'minval' formulation needs minval, got None.")
+    entries = scale.numel()
+    if entries != 1 and entries != math.prod(counts):
+        raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {counts}.")
+    for name, other in (("zero_point", zero_point), ("minval", minval)):
+        if other is not None and other.numel() != entries:
+            raise ValueError(
+                f"A {name} of shape {tuple(other.shape)} does not fit a scale of shape {tuple(scale.shape)}; "
+                "give one entry for each scale."
+            )
+    return entries == 1
+
+
 def _offsets(
     grid: Grid, zero_point: torch.Tensor | None, minval: torch.Tensor | None, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
     """Code offset and float offset of the two integer formulations."""
-    if grid.formulation == "minval":
-        if minval is None:
-            raise ValueError("The 'minval' formulation needs minval, got None.")
+    if grid.formulation == "minval" and minval is not None:
         return float(grid.quant_min), minval.to(torch.float32).reshape(shape)
     return (0.0 if zero_point is None else zero_point.to(torch.float32).reshape(shape)), 0.0
 
 
-def _scale_shape(scale: torch.Tensor, shape: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape in which a scale broadcasts; one number fits every tensor."""
-    blocks = 1
-    for count in counts:
-        blocks *= count
-    if scale.numel() == blocks:
-        return shape
-    if scale.numel() == 1:
-        return (1,) * len(shape)
-    raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {counts}.")
+def _wide_shape(
+    wide: tuple[int, ...],
+    counts: tuple[int, ...],
+    grid: Grid,
+    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+) -> tuple[int, ...]:
+    """Shape in which the parameters broadcast; one number fits every tensor."""
+    needs_minval = grid.is_integer and grid.formulation == "minval"
+    return (1,) * len(wide) if check_fit(counts, *made, needs_minval) else wide
 
 
 def _unclamped(
@@ -57,7 +82,7 @@ def _unclamped(
     rounding: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     view, _, wide, counts = block_view_shape(tuple(x.shape), block_size)
-    wide = _scale_shape(scale, wide, counts)
+    wide = _wide_shape(wide, counts, grid, (scale, zero_point, minval))
     values = x.to(torch.float32).reshape(view)
     step = scale.to(torch.float32).reshape(wide)
     if not grid.is_integer:
@@ -129,7 +154,7 @@ def dequantize(
         ValueError: as ``quantize``.
     """
     view, _, wide, counts = block_view_shape(tuple(codes.shape), block_size)
-    wide = _scale_shape(scale, wide, counts)
+    wide = _wide_shape(wide, counts, grid, (scale, zero_point, minval))
     values = codes.to(torch.float32).reshape(view)
     step = scale.to(torch.float32).reshape(wide)
     if grid.is_integer:
@@ -430,3 +455,21 @@ def check_running(
                 f"shape {tuple(counts)} and dtype {dtype}. Reset the observer before it sees tensors of another shape "
                 "or dtype."
             )
+
+
+def is_state(x: torch.Tensor, blocks: int, integer: bool, *state: torch.Tensor | None) -> bool:
+    """Return whether a kernel may write the state of an observer of ``x`` directly, taking its memory for granted.
+
+    Args:
+        x: the observed tensor.
+        blocks: number of blocks.
+        integer: whether the codes are integers, which have a zero point and a minval.
+        *state: running minimum, running maximum, scale, zero point, minval.
+    """
+    wanted = (x.dtype, x.dtype, torch.float32, torch.int32, torch.float32)
+    return all(
+        not integer
+        if tensor is None
+        else tensor.dtype == dtype and tensor.numel() == blocks and tensor.device == x.device and tensor.is_contiguous()
+        for tensor, dtype in zip(state, wanted, strict=True)
+    )

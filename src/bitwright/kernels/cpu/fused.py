@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, Layout, dense, layout_of
-from bitwright.kernels.reference import check_running
+from bitwright.kernels.reference import check_fit, check_running, is_state
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_part, finish, observe_rows
@@ -58,22 +59,20 @@ def _prepare(
 ) -> _Prepared:
     native = native_grid(grid)
     layout = layout_of(x.shape, order, block_size)
-    blocks = scale.numel()
-    if blocks != layout.blocks:
-        if blocks != 1:
-            raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {layout.counts}.")
+    if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
         layout = layout_of(x.shape, order, tuple(x.shape))
     scale = _plain(scale, torch.float32)
     if not native.integer:
         return _Prepared(scale, None, None, layout, native)
-    if native.minval:
-        if minval is None:
-            raise ValueError("The 'minval' formulation needs minval, got None.")
+    if native.minval and minval is not None:
         return _Prepared(scale, None, _plain(minval, torch.float32), layout, native)
     return _Prepared(scale, None if zero_point is None else _plain(zero_point, torch.int32), None, layout, native)
 
 
 def _plain(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The parameter as the loops read it."""
+    if not parameter.is_cpu:
+        raise ValueError(f"A parameter is on {parameter.device}, but the tensor is on the CPU; move it there.")
     if parameter.dtype == dtype and parameter.is_contiguous():
         return parameter
     return parameter.detach().to(dtype).contiguous()
@@ -339,6 +338,11 @@ def observe_running_and_fake_quantize(
     layout = layout_of(flat.shape, order, block_size)
     check_running(layout.counts, x.dtype, running_min, running_max)
     native = native_grid(grid)
+    if not is_state(x, layout.blocks, native.integer, running_min, running_max, *made):
+        return reference.observe_running_and_fake_quantize(
+            x, running_min, running_max, *made, block_size=block_size, grid=grid, scheme=scheme,
+            scale_dtype=scale_dtype, averaging_constant=averaging_constant, restart=restart, quantize=quantize,
+        )  # fmt: skip
     mode = 0 if restart else 2 if averaging_constant is None else 1
     code = scheme_code(grid, scheme, scale_dtype)
     _finish(flat, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))

@@ -147,12 +147,8 @@ def _prepare(
 ) -> tuple[Layout, Parameters]:
     scale, zero_point, minval = made
     layout = layout_of(x.shape, order, block_size)
-    if scale.numel() != layout.blocks:
-        if scale.numel() != 1:
-            raise ValueError(f"A scale of shape {tuple(scale.shape)} does not fit blocks of shape {layout.counts}.")
+    if reference.check_fit(layout.counts, scale, zero_point, minval, _numbers(grid).minval) and layout.blocks != 1:
         layout = layout_of(x.shape, order, tuple(x.shape))
-    if _numbers(grid).minval and minval is None:
-        raise ValueError("The 'minval' formulation needs minval, got None.")
     point = None if zero_point is None else _plain(zero_point, torch.int32, x)
     origin = None if minval is None else _plain(minval, torch.float32, x)
     return layout, (_plain(scale, torch.float32, x), point, origin)
@@ -363,10 +359,16 @@ def observe_running_and_fake_quantize(
     restart: bool = False,
     quantize: bool = True,
 ) -> torch.Tensor:
-    """``reference.observe_running_and_fake_quantize``; the caller has checked scheme, devices and contiguity."""
+    """``reference.observe_running_and_fake_quantize``; the caller has checked the scheme."""
     flat, order = dense(x.detach())
     layout = layout_of(flat.shape, order, block_size)
     reference.check_running(layout.counts, x.dtype, running_min, running_max)
+    state = (running_min, running_max, scale, zero_point, minval)
+    if not reference.is_state(x, layout.blocks, grid.is_integer, *state):
+        return reference.observe_running_and_fake_quantize(
+            x, running_min, running_max, scale, zero_point, minval, block_size=block_size, grid=grid, scheme=scheme,
+            scale_dtype=scale_dtype, averaging_constant=averaging_constant, restart=restart, quantize=quantize,
+        )  # fmt: skip
     if layout.per_element or not _covered(layout):
         lows, highs = (t.to(torch.float32).contiguous() for t in reference.min_max(x, block_size))
     else:
