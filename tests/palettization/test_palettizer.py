@@ -382,6 +382,32 @@ def test_other_dtypes(dtype):
     assert len(model[0].weight.unique()) <= 16
 
 
+def test_export_and_compile_see_a_plain_look_up():
+    """No switch is read from a buffer there, and the outputs are the same."""
+    model = ConvLinear().eval()
+    palettized(model, image(), lut_qspec=QuantizationSpec(dtype="int8"))
+    output = model(*image())
+    exported = torch.export.export(model, image())
+    assert torch.equal(exported.module()(*image()), output)
+    assert torch.equal(torch.compile(model, backend="eager")(*image()), output)
+
+
+def test_a_captured_graph():
+    """The graph front end's module: weights are found through its graph, and copies and pickles work."""
+    from bitwright.program.graph import capture_graph
+
+    model = ConvLinear().eval()
+    graph, _ = capture_graph(model, image())
+    plan = KMeansPalettizer(graph).plan()
+    assert (plan.mode, [row.tensor for row in plan]) == ("graph", ["conv.weight", "linear.weight"])
+    KMeansPalettizer(graph).prepare()
+    eager = copy.deepcopy(model)
+    KMeansPalettizer(eager).prepare(image())
+    assert torch.equal(graph(*image()), eager(*image()))
+    assert torch.equal(copy.deepcopy(graph)(*image()), graph(*image()))
+    assert torch.equal(pickle.loads(pickle.dumps(graph))(*image()), graph(*image()))
+
+
 def test_an_exported_graph_module():
     """Its weights are those of its submodules; the graph reads them through the simulators."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()

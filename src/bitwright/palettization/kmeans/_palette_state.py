@@ -103,8 +103,7 @@ class PaletteState(_FakePalettizeImplBase):
         return self._dense.get(self._sources(), lambda: self._decode(weight))
 
     def _decode(self, weight: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self._palettize(self.lut, self.indices, weight)
+        return self._palettize(self.lut, self.indices, weight)
 
     def _sources(self) -> tuple[torch.Tensor | None, ...]:
         quantizer = self._lut_fake_quantizer

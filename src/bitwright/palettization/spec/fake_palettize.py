@@ -40,6 +40,8 @@ class _FakePalettizeImplBase(CompressionSimulatorBase, ABC):
     @property
     def forward_enabled(self) -> bool:
         """Whether weights are palettized."""
+        if torch.compiler.is_compiling():  # buffers are symbols there
+            return self._enabled
         buffer = self._buffers["fake_palett_enabled"]
         assert buffer is not None
         if buffer is not self._seen or (not buffer.is_inference() and buffer._version != self._seen_version):
