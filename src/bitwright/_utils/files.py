@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["new_directory_atomically", "write_text_atomically"]
+__all__ = ["new_directory_atomically", "new_file_atomically", "write_text_atomically"]
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
@@ -53,3 +53,17 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def new_file_atomically(path: str | Path) -> Iterator[str]:
+    """Give the name of a file to write, which becomes ``path`` if the block ends well and is removed if it does not.
+
+    The name ends as ``path`` does.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        part = Path(scratch) / target.name
+        yield str(part)
+        os.replace(part, target)

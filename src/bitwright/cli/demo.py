@@ -1,4 +1,4 @@
-"""The command line."""
+"""``bitwright demo``."""
 
 from __future__ import annotations
 
@@ -7,31 +7,24 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["app", "main"]
+from .output import Output
 
-app = typer.Typer(help="Make PyTorch models small and fast in few bits.", no_args_is_help=True, add_completion=False)
-
-
-@app.callback()
-def _root() -> None:
-    """Make PyTorch models small and fast in few bits."""
+__all__ = ["demo"]
 
 
-@app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="File for the table as JSON.")] = Path("out/demo.json"),
     epochs: Annotated[int, typer.Option(help="Epochs of float training.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of data order and initial weights.")] = 0,
 ) -> None:
     """Train a small CNN on handwritten digits, quantize it in several ways and compare."""
-    from rich.console import Console
     from rich.table import Table
 
     from bitwright.demo import run_demo
 
-    console = Console()
-    with console.status("float32: training") as status:
-        result = run_demo(epochs=epochs, seed=seed, progress=status.update)
+    out = Output()
+    with out.progress() as say:
+        result = run_demo(epochs=epochs, seed=seed, progress=say)
     table = Table(title="Handwritten digits, depthwise-separable CNN, held-out test split")
     for header in ("model", "accuracy", "bits/weight", "bytes", "SQNR of logits, dB", "seconds"):
         table.add_column(header, justify="left" if header == "model" else "right")
@@ -45,11 +38,6 @@ def demo(
             sqnr,
             f"{row.seconds:.1f}",
         )
-    console.print(table)
+    out.console.print(table)
     result.save(output)
-    console.print(f"Saved as {output}")
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
+    out.say(f"Saved as {output}")

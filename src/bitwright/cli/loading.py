@@ -1,0 +1,207 @@
+"""Models, data and recipes by the names that the command line gives them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from bitwright.config import CompressionConfig
+
+from .output import CommandError
+
+__all__ = ["Recipe", "load_data", "load_function", "load_model", "load_recipe", "recipe_schema"]
+
+
+def load_model(name: str) -> nn.Module:
+    """Return the model that ``module:attribute`` or a ``.pt2`` file stands for, in eval mode.
+
+    The attribute may be a module, or a function without arguments that returns one. A file is a program saved with
+    ``torch.export.save``.
+
+    Raises:
+        CommandError: there is no such thing.
+    """
+    if name.endswith(".pt2"):
+        if not Path(name).is_file():
+            raise CommandError(f"There is no file {name!r}.")
+        return torch.export.load(name).module()
+    found = _attribute(name, "model")
+    if not isinstance(found, nn.Module) and callable(found):
+        found = found()
+    if not isinstance(found, nn.Module):
+        raise CommandError(
+            f"The model {name!r} is a {type(found).__name__}; it must be a torch.nn.Module or a function without "
+            "arguments that returns one."
+        )
+    return found.eval()
+
+
+def load_data(name: str, limit: int | None = None) -> list[Any]:
+    """Return the batches that ``module:attribute`` stands for: an iterable, or a function that returns one.
+
+    Raises:
+        CommandError: there is no such thing, or it is empty.
+    """
+    found = _attribute(name, "data")
+    if callable(found) and not isinstance(found, (torch.Tensor, torch.utils.data.DataLoader)):
+        found = found()
+    if isinstance(found, torch.Tensor):
+        found = [found]
+    if not isinstance(found, Iterable):
+        raise CommandError(f"The data {name!r} is a {type(found).__name__}; it must be an iterable of batches.")
+    batches: list[Any] = []
+    for batch in found:
+        if limit is not None and len(batches) >= limit:
+            break
+        batches.append(batch)
+    if not batches:
+        raise CommandError(f"The data {name!r} is empty; give at least one batch.")
+    return batches
+
+
+def load_function(name: str, role: str) -> Any:
+    """Return the function that ``module:attribute`` stands for.
+
+    Raises:
+        CommandError: there is none.
+    """
+    found = _attribute(name, role)
+    if not callable(found):
+        raise CommandError(f"The {role} {name!r} is a {type(found).__name__}; it must be a function.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe file.
+
+    Attributes:
+        name: the file's name without extension.
+        configs: its sections, in the order in which they are applied: pruning, palettization, quantization.
+    """
+
+    name: str
+    configs: tuple[CompressionConfig[Any], ...]
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read a recipe: a YAML or JSON file with a section for each technique, or ``preset:name`` (``preset:w8a8``).
+
+    Raises:
+        CommandError: there is no such file or preset, or it has no known section.
+        pydantic.ValidationError: a section is not valid.
+    """
+    if name.startswith("preset:"):
+        return _preset(name.removeprefix("preset:"))
+    path = Path(name)
+    if not path.is_file():
+        raise CommandError(f"There is no recipe {name!r}; give a YAML or JSON file, or a preset such as preset:w8a8.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise CommandError(f"The recipe {name!r} cannot be read: {error}") from error
+    known = {cls._CONFIG_KEY: cls for cls in _config_classes()}
+    sections = [key for key in known if isinstance(content, dict) and key in content]
+    if not sections:
+        raise CommandError(f"The recipe {name!r} has none of the sections {', '.join(known)}; it needs at least one.")
+    allowed = {*known, *(cls._SPEC_KEY for cls in known.values())}
+    unknown = [key for key in content if key not in allowed]
+    if unknown:
+        raise CommandError(
+            f"The recipe {name!r} has unknown sections: {', '.join(unknown)}. Known: {', '.join(allowed)}."
+        )
+    configs = []
+    for key in sections:
+        cls = known[key]
+        part = {key: content[key], **({cls._SPEC_KEY: content[cls._SPEC_KEY]} if cls._SPEC_KEY in content else {})}
+        configs.append(cls.from_dict(part))
+    return Recipe(path.stem, tuple(configs))
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of recipe files, for editors."""
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
+    for cls in _config_classes():
+        schema = cls.json_schema()
+        prefix = cls.__name__
+        names = {name: name if name not in definitions or definitions[name] == entry else f"{prefix}_{name}"
+                 for name, entry in schema["$defs"].items()}  # fmt: skip
+        definitions |= {names[name]: _renamed(entry, names) for name, entry in schema["$defs"].items()}
+        properties |= _renamed(schema["properties"], names)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Bitwright recipe",
+        "type": "object",
+        "properties": properties,
+        "anyOf": [{"required": [cls._CONFIG_KEY]} for cls in _config_classes()],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def _renamed(entry: Any, names: dict[str, str]) -> Any:
+    if isinstance(entry, dict):
+        return {
+            key: f"#/$defs/{names[value.removeprefix('#/$defs/')]}"
+            if key == "$ref" and isinstance(value, str)
+            else _renamed(value, names)
+            for key, value in entry.items()
+        }
+    return [_renamed(part, names) for part in entry] if isinstance(entry, list) else entry
+
+
+def _config_classes() -> tuple[Any, ...]:
+    from bitwright.palettization import KMeansPalettizerConfig
+    from bitwright.pruning import MagnitudePrunerConfig
+    from bitwright.quantization import QuantizerConfig
+
+    return MagnitudePrunerConfig, KMeansPalettizerConfig, QuantizerConfig
+
+
+def _preset(name: str) -> Recipe:
+    for cls in _config_classes():
+        presets = getattr(cls, "presets", None)
+        if presets is not None and not name.startswith("_") and callable(getattr(presets, name, None)):
+            return Recipe(name, (getattr(presets, name)(),))
+    names = sorted(
+        {n for cls in _config_classes() for n in dir(getattr(cls, "presets", None)) if not n.startswith("_")}
+    )
+    raise CommandError(f"There is no preset {name!r}; there are {', '.join(names)}.")
+
+
+def _attribute(name: str, role: str) -> Any:
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        example = {"model": "net:make", "data": "net:batches"}.get(role, f"net:{role}")
+        hint = " or a .pt2 file" if role == "model" else ""
+        raise CommandError(f"The {role} {name!r} must be written as module:attribute{hint}, for example {example}.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module_name.startswith(error.name):
+            where = "on the Python path or in this folder"
+            raise CommandError(
+                f"There is no Python module {module_name!r} {where} (for the {role} {name!r})."
+            ) from error
+        raise
+    for part in path.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError as error:
+            names = [known for known in vars(value) if not known.startswith("_")] if hasattr(value, "__dict__") else []
+            raise CommandError(f"{module_name!r} has no {path!r}; it has {', '.join(sorted(names)[:20])}.") from error
+    return value

@@ -1,0 +1,277 @@
+"""The command line: results, JSON, exit codes, messages, and files that stay whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bitwright.artifact import Artifact
+from bitwright.cli import app
+from bitwright.cli.loading import load_recipe, recipe_schema
+from bitwright.inspection import FidelityReport
+
+NET = """
+import time
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 16, generator=generator) for _ in range(2)]
+
+def labelled():
+    return [(x, x.sum(1)) for x in batches()]
+
+empty = []
+number = 3
+
+def mean(output, batch):
+    return float(output.mean())
+
+class Slow(list):
+    def __deepcopy__(self, memo):
+        return self
+
+class SlowNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = make()
+    def forward(self, x):
+        print("RUNNING", flush=True)
+        time.sleep(1)
+        return self.inner(x)
+"""
+
+RECIPE = """\
+quantization_config:
+  execution_mode: eager
+  global_config:
+    op_input_spec: null
+    op_output_spec: null
+    op_state_spec:
+      weight: {dtype: int4, granularity: {type: per_channel, axis: 0}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, data and a recipe, which is the current one."""
+    (tmp_path / "clinet.py").write_text(NET)
+    (tmp_path / "w4.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("clinet", None)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+COMMON = ("clinet:make", "--data", "clinet:batches")
+
+
+class TestResults:
+    def test_inspect_prints_names(self, folder: Path) -> None:
+        """Text and JSON list the ops under the names that a recipe matches."""
+        text = run("inspect", *COMMON, "--mode", "eager").stdout
+        assert "◆ 0.linear [linear]" in text
+        document = json.loads(run("inspect", *COMMON, "--mode", "eager", "--compressor", "quantizer", "--json").stdout)
+        assert document == {
+            "mode": "eager",
+            "ops": [
+                {"name": "0.linear", "type": "linear", "modules": ["", "0"]},
+                {"name": "2.linear", "type": "linear", "modules": ["", "2"]},
+            ],
+        }
+
+    def test_plan(self, folder: Path) -> None:
+        """The golden text of a plan, and the same as JSON."""
+        text = run("plan", *COMMON, "--config", "w4.yaml").stdout
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        assert "Plan (eager mode, 2 tensors)" in lines
+        assert "weights: 1,280 -> 240 bytes (18.8%)" in lines
+        rows = json.loads(run("plan", *COMMON, "--config", "w4.yaml", "--json").stdout)["rows"]
+        assert [(row["tensor"], row["compressed_bytes"]) for row in rows] == [("0.weight", 192), ("2.weight", 48)]
+
+    def test_plan_with_a_key_that_matches_nothing(self, folder: Path) -> None:
+        """It is printed; with --strict the exit code is 3."""
+        (folder / "bad.yaml").write_text(RECIPE + "  module_name_configs:\n    encoder: null\n")
+        assert "encoder" in run("plan", *COMMON, "--config", "bad.yaml").stdout
+        run("plan", *COMMON, "--config", "bad.yaml", "--strict", code=3)
+
+    @pytest.mark.parametrize("recipe", ["w4.yaml", "preset:w8a8"])
+    def test_compress_writes_an_artifact(self, folder: Path, recipe: str) -> None:
+        """Eager and graph recipes: the artifact opens, and its size is what the command prints."""
+        document = json.loads(run("compress", *COMMON, "--config", recipe, "-o", "out", "--json", "-q").stdout)
+        artifact = Artifact.load(folder / "out")
+        assert artifact.nbytes == document["bytes_after"] < document["bytes_before"]
+        assert document["findings"] == []
+        assert document["sqnr_db"] > 15
+        assert {"0.weight", "2.weight"} <= set(artifact.compressed)
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".out")] == []
+
+    def test_compare_with_recipe_and_with_artifact(self, folder: Path) -> None:
+        """Both give the same numbers; JSON is the report's; the page is written."""
+        run("compress", *COMMON, "--config", "w4.yaml", "-o", "out", "-q")
+        first = run("compare", *COMMON, "--config", "w4.yaml", "--json", "--html", "report.html").stdout
+        second = run("compare", *COMMON, "--artifact", "out", "--json", "-q").stdout
+        reports = FidelityReport.from_json(first), FidelityReport.from_json(second)
+        assert reports[0].end_to_end == reports[1].end_to_end
+        assert reports[0].bytes_after == reports[1].bytes_after
+        assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+        text = run("compare", *COMMON, "--config", "w4.yaml", "--metric", "clinet:mean", "--limit", "1").stdout
+        assert "metric:" in text
+        assert "and 1 more layers" in text
+
+    def test_a_bound_sets_the_exit_code(self, folder: Path) -> None:
+        """3 where the output is worse than asked for, 0 where it is not."""
+        run("compare", *COMMON, "--config", "w4.yaml", "--min-sqnr", "10")
+        run("compare", *COMMON, "--config", "w4.yaml", "--min-sqnr", "90", code=3)
+        run("compress", *COMMON, "--config", "w4.yaml", "-o", "a", "--min-sqnr", "90", code=3)
+        assert (folder / "a" / "manifest.json").exists()
+        run("compress", *COMMON, "--config", "w4.yaml", "-o", "b", "--min-sqnr", "90", "--on-damage", "raise", code=1)
+        assert not (folder / "b").exists()
+
+    def test_sweep_goes_on(self, folder: Path) -> None:
+        """Layers times candidates; the second call reads the file."""
+        command = ("sweep", *COMMON, "--config", "w4.yaml", "--config", "preset:w8", "-o", "sweep.jsonl")
+        text = run(*command).stdout
+        assert "w4" in text
+        document = json.loads(run(*command, "--json").stdout)
+        assert {entry["candidate"] for entry in document["entries"]} == {"w4", "w8"}
+
+    def test_export_saves_a_program_that_computes_the_same(self, folder: Path) -> None:
+        """For Core ML and for torch; the program loads without Bitwright's help."""
+        run("export", *COMMON, "--config", "w4.yaml", "--backend", "coreml", "-o", "model.pt2", "-q")
+        program = torch.export.load("model.pt2").module()
+        import clinet  # type: ignore[import-not-found]
+
+        assert program(clinet.batches()[0]).shape == (8, 4)
+
+    def test_exported_programs_are_models_too(self, folder: Path) -> None:
+        """A .pt2 file can be planned and compared."""
+        import clinet
+
+        program = torch.export.export(clinet.make().eval(), (clinet.batches()[0],))
+        torch.export.save(program, "float.pt2")
+        rows = json.loads(
+            run("plan", "float.pt2", "--data", "clinet:batches", "--config", "preset:w8", "--json").stdout
+        )["rows"]
+        assert {row["tensor"] for row in rows} >= {"0.weight", "2.weight"}
+        document = run(
+            "compare", "float.pt2", "--data", "clinet:batches", "--config", "preset:w8", "--json", "-q"
+        ).stdout
+        assert FidelityReport.from_json(document).end_to_end.error.sqnr_db > 30
+
+    def test_labels_are_left_out(self, folder: Path) -> None:
+        """Batches of inputs and labels work as they come from a data loader."""
+        run("compare", "clinet:make", "--data", "clinet:labelled", "--config", "w4.yaml", "-q")
+
+    def test_explain(self) -> None:
+        """One page, or the list."""
+        assert run("explain", "bw104").stdout.startswith("# BW104: ")
+        assert "BW101" in run("explain").stdout
+        assert json.loads(run("explain", "--json").stdout)["BW106"] == "Nothing compressed"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("plan", "clinet", "--data", "clinet:batches", "--config", "w4.yaml"), "module:attribute"),
+            (("plan", "clinet:mak", "--data", "clinet:batches", "--config", "w4.yaml"), "it has"),
+            (("plan", "nonet:make", "--data", "clinet:batches", "--config", "w4.yaml"), "no Python module 'nonet'"),
+            (("plan", "none.pt2", "--data", "clinet:batches", "--config", "w4.yaml"), "no file 'none.pt2'"),
+            (("plan", "clinet:number", "--data", "clinet:batches", "--config", "w4.yaml"), "torch.nn.Module"),
+            (("plan", "clinet:make", "--data", "clinet:empty", "--config", "w4.yaml"), "is empty"),
+            (("plan", "clinet:make", "--data", "clinet:number", "--config", "w4.yaml"), "iterable of batches"),
+            (("plan", *COMMON, "--config", "none.yaml"), "no recipe 'none.yaml'"),
+            (("plan", *COMMON, "--config", "preset:w77"), "there are"),
+            (("plan", *COMMON, "--config", "other.yaml"), "needs at least one"),
+            (("plan", *COMMON, "--config", "broken.yaml"), "cannot be read"),
+            (("plan", *COMMON, "--config", "typo.yaml"), "op_state_spec"),
+            (("compare", *COMMON), "--config"),
+            (("compare", *COMMON, "--config", "w4.yaml", "--metric", "clinet:number"), "must be a function"),
+            (("inspect", *COMMON, "--compressor", "zip"), "no compressor 'zip'"),
+            (("export", *COMMON, "--config", "w4.yaml", "--backend", "tpu", "-o", "x.pt2"), "no backend 'tpu'"),
+            (("explain", "BW9"), "no diagnostic 'BW9'"),
+        ],
+    )
+    def test_usage_errors_say_what_to_write(self, folder: Path, arguments: tuple[str, ...], message: str) -> None:
+        """Exit code 2 and one message without a traceback."""
+        (folder / "other.yaml").write_text("something: 1\n")
+        (folder / "broken.yaml").write_text("a: [1\n")
+        (folder / "typo.yaml").write_text("quantization_config:\n  global_config: {op_state_specs: null}\n")
+        result = run(*arguments, code=2)
+        assert message in result.stderr
+        assert "Traceback" not in result.output
+
+    def test_a_failing_model_is_exit_code_1(self, folder: Path) -> None:
+        """The model's own error, one line, no traceback."""
+        (folder / "wrong.py").write_text("import torch\ndata = [torch.zeros(2, 5)]\n")
+        result = run("inspect", "clinet:make", "--data", "wrong:data", "--mode", "eager", code=1)
+        assert "mat1 and mat2" in result.stderr
+
+    def test_existing_output_is_not_overwritten(self, folder: Path) -> None:
+        """The error names the folder; what is in it stays."""
+        (folder / "out").mkdir()
+        (folder / "out" / "mine").write_text("x")
+        result = run("compress", *COMMON, "--config", "w4.yaml", "-o", "out", code=1)
+        assert "'out' exists already" in result.stderr
+        assert (folder / "out" / "mine").read_text() == "x"
+
+
+def test_recipe_with_several_sections_applies_all(folder: Path) -> None:
+    """Pruning comes before quantization, whatever their order in the file."""
+    (folder / "joint.yaml").write_text(RECIPE + "magnitude_pruning_config:\n  global_config: {}\n")
+    names = [type(config).__name__ for config in load_recipe("joint.yaml").configs]
+    assert names == ["MagnitudePrunerConfig", "QuantizerConfig"]
+
+
+def test_recipe_schema_is_closed_and_resolves() -> None:
+    """Every reference leads to a definition; unknown sections are refused."""
+    schema = recipe_schema()
+    text = json.dumps(schema)
+    references = {part.split('"')[0] for part in text.split("#/$defs/")[1:]}
+    assert references <= set(schema["$defs"])
+    assert schema["additionalProperties"] is False
+    assert {"quantization_config", "kmeans_palettization_config", "magnitude_pruning_config"} <= set(
+        schema["properties"]
+    )
+    assert json.loads(run("schema").stdout) == schema
+
+
+def test_interruption_leaves_files_whole(folder: Path) -> None:
+    """Ctrl-C while the model runs: exit code 130, no output folder, no remains."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from bitwright.cli import main; main()", "compress", "clinet:SlowNet", "--data",
+         "clinet:batches", "--config", "w4.yaml", "-o", "out"],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "RUNNING"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert not (folder / "out").exists()
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".out")] == []

@@ -1,0 +1,129 @@
+"""The sweep measures each layer alone, resumes where it was interrupted, and says how long it will take."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.inspection import SweepResult, sweep
+from bitwright.palettization import KMeansPalettizerConfig
+from bitwright.pruning import MagnitudePrunerConfig
+from bitwright.quantization import QuantizationSpec, QuantizerConfig
+from bitwright.quantization.config import ModuleQuantizerConfig
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def data() -> list[torch.Tensor]:
+    return [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+def weights(dtype: str) -> QuantizerConfig:
+    spec = QuantizationSpec(dtype=dtype, granularity={"type": "per_channel", "axis": 0})
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    return QuantizerConfig(global_config=module, execution_mode="eager")
+
+
+CANDIDATES = {"w8": weights("int8"), "w4": weights("int4"), "w2": weights("int2")}
+
+
+def test_each_entry_is_that_of_the_layer_alone() -> None:
+    """Compared with a model in which only this layer's weight is rounded, by hand."""
+    model = make()
+    result = sweep(model, {"w4": CANDIDATES["w4"]}, data())
+    x = torch.cat(data())
+    for entry in result.entries:
+        twin = copy.deepcopy(model)
+        weight = twin.get_submodule(entry.layer).weight
+        with torch.no_grad():
+            scale = weight.abs().amax(1, keepdim=True) / 7.5
+            weight.copy_((weight / scale).round().clamp(-8, 7) * scale)
+            reference, output = model(x).double(), twin(x).double()
+        expected = 10 * torch.log10(reference.square().sum() / (reference - output).square().sum())
+        assert entry.output.error.sqnr_db == pytest.approx(float(expected), abs=0.1)
+        numel = weight.numel()
+        assert (entry.bytes_before, entry.bytes_after) == (4 * numel, numel // 2 + 4 * len(weight))
+
+
+def test_fewer_bits_hurt_more_on_every_layer() -> None:
+    """SQNR falls from 8 to 4 to 2 bits, and the table has a row per layer."""
+    result = sweep(make(), CANDIDATES, data())
+    found = {(entry.layer, entry.candidate): entry.output.error.sqnr_db for entry in result.entries}
+    assert len(found) == 9
+    for layer in ("0", "2", "4"):
+        assert found[layer, "w8"] > found[layer, "w4"] > found[layer, "w2"]
+    assert found[result.layers[0], "w2"] == min(found.values())
+    lines = str(result).splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == list(result.layers)
+    assert SweepResult.model_validate_json(result.to_json()) == result
+
+
+def test_an_interrupted_sweep_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    """Interrupted in the middle of a candidate, and with a line cut off; no layer is measured twice."""
+    whole = sweep(make(), CANDIDATES, data())
+    store = tmp_path / "sweep.jsonl"
+    said: list[str] = []
+
+    def stop(text: str) -> None:
+        said.append(text)
+        if text.startswith("w4: 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(make(), CANDIDATES, data(), store=store, progress=stop)
+    with store.open("a") as stream:
+        stream.write('{"layer": "2", "cand')
+    again: list[str] = []
+    resumed = sweep(make(), CANDIDATES, data(), store=store, progress=again.append)
+    assert resumed == whole
+    measured = [text.split(" (")[0] for text in again]
+    assert "w4: 0" not in measured
+    assert "w8: compressing" not in measured
+    assert "w4: 2" in measured
+    assert any("left)" in text for text in again)
+    third: list[str] = []
+    assert sweep(make(), CANDIDATES, data(), store=store, progress=third.append) == whole
+    assert third == []
+
+
+def test_results_of_another_model_are_not_taken(tmp_path: Path) -> None:
+    """The file remembers weights, candidates and data."""
+    store = tmp_path / "sweep.jsonl"
+    sweep(make(), {"w8": CANDIDATES["w8"]}, data(), store=store)
+    other = make()
+    with torch.no_grad():
+        other[0].weight += 1
+    with pytest.raises(ValueError, match="another sweep"):
+        sweep(other, {"w8": CANDIDATES["w8"]}, data(), store=store)
+    with pytest.raises(ValueError, match="another sweep"):
+        sweep(make(), {"w8": CANDIDATES["w4"]}, data(), store=store)
+    with pytest.raises(ValueError, match="another sweep"):
+        sweep(make(), {"w8": CANDIDATES["w8"]}, data()[:1], store=store)
+
+
+def test_other_techniques_graph_mode_and_a_metric() -> None:
+    """Palettes and pruning can be candidates; graph mode names ops; the metric is in every entry."""
+    candidates = {
+        "w8a8": QuantizerConfig.presets.w8a8(),
+        "palette": KMeansPalettizerConfig(),
+        "pruned": MagnitudePrunerConfig(),
+    }
+    result = sweep(make(), candidates, data(), metric=lambda output, _: float(output.abs().mean()))
+    names = {c: {e.layer for e in result.entries if e.candidate == c} for c in result.candidates}
+    assert names == {"w8a8": {"linear", "linear_1", "linear_2"}, "palette": {"0", "2", "4"}, "pruned": {"0", "2", "4"}}
+    assert all(entry.output.metric_compressed is not None for entry in result.entries)
+
+
+def test_nothing_to_sweep() -> None:
+    """The errors say what is missing."""
+    with pytest.raises(ValueError, match="at least one candidate"):
+        sweep(make(), {}, data())
+    with pytest.raises(ValueError, match="data is empty"):
+        sweep(make(), CANDIDATES, [])
