@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--float-steps", type=int, default=300)
     parser.add_argument("--tasks", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--widths", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "qat.json")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -283,7 +284,8 @@ def main() -> None:
             job = make_job(task, options.float_steps, options.steps)
             torch.save(job, Path(folder) / f"{task}.pt")
             report[task] = {"float": job["reached"]}
-            for name, bits in WIDTHS.items():
+            for name in options.widths:
+                bits = WIDTHS[name]
                 rows = {m: run_quantizer("bitwright", task, job, bits, m) for m in ("ptq", "qat", "lsq")}
                 if task == "characters":
                     rows |= {
@@ -293,8 +295,8 @@ def main() -> None:
                 if options.peer_python:
                     rows["coreai_opt"] = run_peer(options.peer_python, Path(folder), task, name)
                 report[task][name] = {**rows, "summary": summarize(task, name, rows, job["reached"]["loss"])}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
