@@ -56,9 +56,10 @@ def test_public_names_exist_and_are_documented(module):
     try:
         namespace = importlib.import_module(module)
     except ImportError as error:
-        if "bitwright[" not in str(error):
+        named = "pip install" in str(error) or getattr(error, "name", None) == "triton"
+        if not named:
             raise
-        pytest.skip("needs an extra, which its error names")
+        pytest.skip("needs a package that is not installed, which its error names")
     assert namespace.__doc__
     for name in getattr(namespace, "__all__", []):
         value = getattr(namespace, name)
