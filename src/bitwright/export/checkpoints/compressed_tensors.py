@@ -1,0 +1,208 @@
+"""Checkpoints in the format of compressed-tensors, which transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
+from bitwright.artifact.artifact import make_empty_directory
+from bitwright.formats import pack
+
+from .integers import signed_codes
+
+__all__ = ["export_compressed_tensors"]
+
+_FP4 = "float4_e2m1fn_x2"
+
+
+def export_compressed_tensors(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    allow_dense: bool = False,
+) -> Path:
+    """Write the weights of a prepared model as a compressed-tensors checkpoint.
+
+    Linear weights in integers of 1 to 8 bits become ``pack-quantized``, in FP8 (e4m3) ``float-quantized`` and in FP4
+    with power-of-two scales ``mxfp4-pack-quantized``. What those decode to is what the prepared model computes.
+
+    Args:
+        model: prepared, weights only. Not changed.
+        directory: folder that is empty or does not exist.
+        config: contents of ``config.json``; None for what ``model.config`` says, if it is a transformers model.
+        allow_dense: store compressed weights that the format lacks (convolutions, embeddings, palettes, masks, the
+            ``minval`` formulation, FP8 e5m2) as dense tensors with their decoded values, instead of refusing them.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        ValueError: activations are quantized, or a weight cannot be held; lists all of them.
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+        NotADirectoryError: ``directory`` is a file.
+        FileExistsError: it is not empty.
+    """
+    artifact = Artifact.from_model(model, lazy=True)
+    if artifact.activations:
+        raise ValueError(
+            f"The compressed-tensors exporter writes weights only, but {len(artifact.activations)} activations are "
+            f"quantized, such as {next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and "
+            "op_output_spec=None."
+        )
+    linear = {f"{path}.weight" if path else "weight" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    tensors: dict[str, torch.Tensor] = {}
+    schemes: dict[str, tuple[dict[str, Any], str, list[str]]] = {}
+    refused: list[str] = []
+    for name in artifact:
+        tensor = artifact[name]
+        problem = _unsupported(tensor, name in linear)
+        if not isinstance(tensor, QuantizedTensor) or problem:
+            if problem and not allow_dense:
+                refused.append(f"{name}: {problem}")
+            tensors[name] = tensor.decode()
+            continue
+        scheme, form, parts = _entry(tensor)
+        path = name.removesuffix(".weight") if "." in name else ""
+        tensors |= {f"{path}.{part}" if path else part: value for part, value in parts.items()}
+        schemes.setdefault(json.dumps(scheme, sort_keys=True) + form, (scheme, form, []))[2].append(path)
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise ValueError(f"compressed-tensors cannot hold these weights (allow_dense=True keeps them dense):\n{listed}")
+    for alias, name in artifact.aliases.items():
+        tensors.update(_aliased(alias, name, tensors))
+    folder = Path(directory)
+    make_empty_directory(folder)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    quantized = {path for _, _, paths in schemes.values() for path in paths}
+    ignored = sorted({n.rpartition(".weight")[0] for n in linear} - quantized - _alias_paths(artifact, quantized))
+    described = dict(config) if config is not None else _config_of(model)
+    described["quantization_config"] = _quantization_config(list(schemes.values()), ignored)
+    (folder / "config.json").write_text(json.dumps(described, indent=2))
+    return folder
+
+
+def _unsupported(tensor: CompressedTensor[Any], linear: bool) -> str | None:
+    """Why a compressed weight cannot be held; None if it can, or is not compressed."""
+    if not isinstance(tensor, QuantizedTensor):
+        compressed = tensor.is_sparse or tensor.layout.kind != "dense"
+        return f"{tensor.layout.kind} tensors with look-up tables or masks have no form there" if compressed else None
+    layout = tensor.layout
+    if not linear or len(tensor.shape) != 2:
+        return "only weights of linear layers are packed"
+    if layout.formulation == "minval":
+        return "the 'minval' formulation has no form there; use qformulation 'zp'"
+    if layout.format == "float8_e5m2":
+        return "FP8 weights are e4m3 there"
+    if layout.format == _FP4 and (layout.block_size != (1, 32) or layout.scale_dtype != "float8_e8m0fnu"):
+        return "FP4 weights have blocks of 32 inputs and power-of-two scales there"
+    strategy = _strategy(tensor)["strategy"]
+    if strategy == "block" and layout.number_format.kind == "int":
+        return f"blocks of {layout.block_size} are not packed; they have one row there"
+    if strategy == "group" and layout.number_format.kind == "float" and layout.format != _FP4:
+        return "FP8 weights have scales per tensor, channel or two-dimensional block there"
+    return None
+
+
+def _entry(tensor: QuantizedTensor) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
+    """Scheme, format and stored tensors of a weight."""
+    layout = tensor.layout
+    scheme: dict[str, Any] = {"num_bits": layout.number_format.bits, "symmetric": True, **_strategy(tensor)}
+    if layout.format == _FP4:
+        return scheme | {"type": "float"}, "mxfp4-pack-quantized", _mxfp4(tensor)
+    scale = tensor.scale().to(tensor.dtype)
+    if layout.number_format.kind == "float":
+        parts = {"weight": tensor.codes(), "weight_scale": _by_strategy(scale, scheme)}
+        return scheme | {"type": "float"}, "float-quantized", parts
+    signed = signed_codes(tensor)
+    scheme |= {"type": "int", "symmetric": signed.is_symmetric}
+    parts = {
+        "weight_packed": _packed(signed.codes, signed.bits),
+        "weight_scale": _by_strategy(scale, scheme),
+        "weight_shape": torch.tensor(tensor.shape),
+    }
+    if not signed.is_symmetric:
+        points = signed.zero_point
+        grouped = scheme["strategy"] in ("group", "channel")
+        parts["weight_zero_point"] = _packed(points.T, signed.bits).T if grouped else points.reshape(1)
+    return scheme, "pack-quantized", parts
+
+
+def _strategy(tensor: QuantizedTensor) -> dict[str, Any]:
+    rows, columns = tensor.layout.block_size
+    if (rows, columns) == tensor.shape and tensor.shape[0] != 1:
+        return {"strategy": "tensor"}
+    if columns == tensor.shape[1]:
+        return {"strategy": "channel"}
+    if rows == 1:
+        return {"strategy": "group", "group_size": columns}
+    return {"strategy": "block", "block_structure": [rows, columns]}
+
+
+def _by_strategy(scale: torch.Tensor, scheme: Mapping[str, Any]) -> torch.Tensor:
+    return scale.reshape(1) if scheme["strategy"] == "tensor" else scale
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of codes as int32 words without gaps, lowest bits first; codes moved up to be unsigned."""
+    unsigned = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    rows, columns = unsigned.shape
+    words = -(-columns * bits // 32)
+    padded = torch.nn.functional.pad(unsigned, (0, -columns % 32))
+    stream = pack(padded, bits).reshape(rows, -1).contiguous().view(torch.int32)
+    return stream[:, :words].contiguous()
+
+
+def _mxfp4(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Two codes in a byte, the first one in the low half, and exponents with a bias of 127."""
+    return {
+        "weight_packed": tensor.parts["codes"].reshape(tensor.shape[0], -1),
+        "weight_scale": tensor.parts["scale"],
+    }
+
+
+def _aliased(alias: str, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of a tied weight's tensors under its further name."""
+    stem, other = name.removesuffix("weight"), alias.removesuffix("weight")
+    parts = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    if name in tensors and not name.endswith("weight"):
+        return {alias: tensors[name].clone()}
+    return {f"{other}{part}": tensors[f"{stem}{part}"].clone() for part in parts if f"{stem}{part}" in tensors}
+
+
+def _alias_paths(artifact: Artifact, quantized: set[str]) -> set[str]:
+    return {
+        alias.removesuffix(".weight")
+        for alias, name in artifact.aliases.items()
+        if name.removesuffix(".weight") in quantized
+    }
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    described: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}  # type: ignore[union-attr]
+    if described:
+        described["architectures"] = [type(model).__name__]
+    return described
+
+
+def _quantization_config(schemes: list[tuple[dict[str, Any], str, list[str]]], ignored: list[str]) -> dict[str, Any]:
+    forms = {form for _, form, _ in schemes}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignored,
+        "config_groups": {
+            f"group_{number}": {"targets": paths, "weights": scheme | {"dynamic": False}, "format": form}
+            for number, (scheme, form, paths) in enumerate(schemes)
+        },
+    }

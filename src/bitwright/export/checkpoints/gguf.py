@@ -1,0 +1,228 @@
+"""GGUF files: weights in the block types of ggml that hold them exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
+from bitwright.export.extras import require
+
+__all__ = ["export_gguf"]
+
+BLOCK = 32
+
+_FP4 = "float4_e2m1fn_x2"
+_SIGNED = (("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 128))
+_WITH_MINIMUM = (("Q4_1", 15), ("Q5_1", 31))
+
+
+def export_gguf(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    architecture: str = "bitwright",
+    metadata: Mapping[str, Any] | None = None,
+    rename: Callable[[str], str] | None = None,
+    round_scales: bool = False,
+    allow_dense: bool = False,
+) -> Path:
+    """Write the weights of a prepared model as a GGUF file.
+
+    Integers become ``Q4_0``, ``Q5_0`` or ``Q8_0``, whichever is the smallest that holds ``code - zero_point``; the
+    ``minval`` formulation becomes ``Q4_1`` or ``Q5_1``, FP4 with power-of-two scales ``MXFP4``. All have blocks of 32
+    along the last dimension; larger blocks of ours are written as several with equal scales.
+
+    Args:
+        model: prepared, weights only. Not changed.
+        path: the file to write.
+        architecture: ``general.architecture``.
+        metadata: further text, numbers and booleans by key.
+        rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
+        round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it;
+            False refuses them, so that the file decodes to exactly what the model computes. Prepare a float16 model to
+            get scales that fit.
+        allow_dense: store compressed weights that no type holds as dense tensors with their decoded values.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingExtraError: the gguf library is not installed.
+        ValueError: activations are quantized, or a weight cannot be held; lists all of them.
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+    """
+    gguf = require("gguf", "gguf", "Export to GGUF")
+    artifact = Artifact.from_model(model, lazy=True)
+    if artifact.activations:
+        raise ValueError(
+            f"GGUF holds weights only, but {len(artifact.activations)} activations are quantized, such as "
+            f"{next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and op_output_spec=None."
+        )
+    encoded: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
+    refused = []
+    for name in artifact:
+        tensor = artifact[name]
+        kind, problem = _type_of(tensor, round_scales)
+        if problem and not allow_dense:
+            refused.append(f"{name}: {problem}")
+        encoded[name] = (kind, _ENCODERS[kind](tensor)) if kind else _dense(tensor.decode())
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise ValueError(f"GGUF cannot hold these weights exactly (allow_dense=True keeps them dense):\n{listed}")
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, _value_type(gguf, value))
+    for name, (kind, array) in encoded.items():
+        stored = None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(rename(name) if rename else name, array, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def _value_type(gguf: Any, value: Any) -> Any:
+    kinds = {bool: "BOOL", int: "INT64", float: "FLOAT64", str: "STRING"}
+    if type(value) not in kinds:
+        raise ValueError(f"GGUF metadata must be text, numbers or booleans, got {value!r}.")
+    return gguf.GGUFValueType[kinds[type(value)]]
+
+
+def _dense(values: torch.Tensor) -> tuple[str, np.ndarray[Any, Any]]:
+    if values.dtype == torch.float16:
+        return "F16", values.numpy()
+    return "F32", values.float().numpy()
+
+
+def _type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str | None]:
+    """The ggml type that holds a tensor, "" for a dense one, and what is wrong if it has to be dense."""
+    if not isinstance(tensor, QuantizedTensor):
+        compressed = tensor.is_sparse or tensor.layout.kind != "dense"
+        return "", f"{tensor.layout.kind} tensors with look-up tables or masks have no type" if compressed else None
+    layout = tensor.layout
+    fits = layout.shape and layout.shape[-1] % BLOCK == 0 and layout.block_size[-1] % BLOCK == 0
+    if not fits:
+        return "", f"blocks of {layout.block_size} in a tensor of shape {layout.shape} are not multiples of {BLOCK}"
+    if layout.format == _FP4:
+        if layout.scale_dtype != "float8_e8m0fnu":
+            return "", "FP4 needs power-of-two scales"
+        return "MXFP4", None
+    if layout.number_format.kind == "float":
+        return "", f"there is no type for {layout.format}"
+    factors = [tensor.scale(), tensor.minval()]
+    if not round_scales and not all(f is None or torch.equal(f.half().float(), f) for f in factors):
+        return "", "its scales are no half-precision numbers (round_scales=True rounds them)"
+    if layout.formulation == "minval":
+        span = int(layout.quant_max) - int(layout.quant_min)
+        found = next((kind for kind, most in _WITH_MINIMUM if span <= most), "")
+        return found, None if found else "the 'minval' formulation has types for 4 and 5 bits only"
+    values = _centred(tensor)
+    low, high = (int(v) for v in torch.aminmax(values)) if values.numel() else (0, 0)
+    found = next((kind for kind, half in _SIGNED if -half <= low and high < half), "")
+    return found, None if found else f"code minus zero point runs from {low} to {high}, beyond 8 bits"
+
+
+def _centred(tensor: QuantizedTensor) -> torch.Tensor:
+    """``code - zero_point`` of every element; 0 where a mask drops it."""
+    zero_point, mask = tensor.zero_point(), tensor.mask()
+    assert zero_point is not None
+    values = tensor.codes().to(torch.int16) - _spread(zero_point, tensor).to(torch.int16)
+    return values if mask is None else values.masked_fill(~mask, 0)
+
+
+def _spread(parameter: torch.Tensor, tensor: QuantizedTensor, last: int = 1) -> torch.Tensor:
+    """A parameter of every block, for every element, or along the last dimension for every ``last`` elements."""
+    sizes = list(tensor.layout.block_size)
+    sizes[-1] //= last
+    for dim, size in enumerate(sizes):
+        if size > 1:
+            parameter = parameter.repeat_interleave(size, dim)
+    return parameter
+
+
+def _half(parameter: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
+    """A parameter in half precision for every 32 elements, as bytes ``[..., blocks, 2]``."""
+    half = _spread(parameter, tensor, BLOCK).half().contiguous()
+    return half.view(torch.uint8).reshape(*half.shape, 2)
+
+
+def _rows(*parts: torch.Tensor) -> np.ndarray[Any, Any]:
+    blocks = torch.cat(parts, -1)
+    array: np.ndarray[Any, Any] = blocks.reshape(*blocks.shape[:-2], -1).contiguous().numpy()
+    return array
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(*values.shape[:-1], -1, BLOCK)
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Low four bits of blocks of 32: the first half in the low nibbles, the second half in the high ones."""
+    low = (codes & 15).to(torch.uint8)
+    return low[..., : BLOCK // 2] | (low[..., BLOCK // 2 :] << 4)
+
+
+def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Bit 4 of blocks of 32 as four bytes, element 0 in the lowest bit."""
+    bits = ((codes >> 4) & 1).to(torch.int64) << torch.arange(BLOCK)
+    words = bits.sum(-1)
+    return torch.stack([(words >> shift) & 0xFF for shift in (0, 8, 16, 24)], -1).to(torch.uint8)
+
+
+def _q4_0(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    return _rows(_half(tensor.scale(), tensor), _nibbles(_blocks(_centred(tensor)) + 8))
+
+
+def _q5_0(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    codes = _blocks(_centred(tensor)) + 16
+    return _rows(_half(tensor.scale(), tensor), _fifth_bits(codes), _nibbles(codes))
+
+
+def _q8_0(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    codes = _blocks(_centred(tensor)).to(torch.int8).contiguous().view(torch.uint8)
+    return _rows(_half(tensor.scale(), tensor), codes)
+
+
+def _from_minimum(tensor: QuantizedTensor) -> torch.Tensor:
+    return _blocks(tensor.codes().to(torch.int16) - int(tensor.layout.quant_min))
+
+
+def _minimum(tensor: QuantizedTensor) -> torch.Tensor:
+    minval = tensor.minval()
+    assert minval is not None
+    return minval
+
+
+def _q4_1(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    scales = _half(tensor.scale(), tensor), _half(_minimum(tensor), tensor)
+    return _rows(*scales, _nibbles(_from_minimum(tensor)))
+
+
+def _q5_1(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    codes = _from_minimum(tensor)
+    scales = _half(tensor.scale(), tensor), _half(_minimum(tensor), tensor)
+    return _rows(*scales, _fifth_bits(codes), _nibbles(codes))
+
+
+def _mxfp4(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
+    from bitwright.formats import encode
+
+    exponents = _spread(tensor.parts["scale"], tensor, BLOCK).unsqueeze(-1)
+    return _rows(exponents, _nibbles(_blocks(encode(tensor.codes(), _FP4))))
+
+
+_ENCODERS: dict[str, Callable[[Any], np.ndarray[Any, Any]]] = {
+    "Q4_0": _q4_0,
+    "Q5_0": _q5_0,
+    "Q8_0": _q8_0,
+    "Q4_1": _q4_1,
+    "Q5_1": _q5_1,
+    "MXFP4": _mxfp4,
+}

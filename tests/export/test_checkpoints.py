@@ -1,0 +1,203 @@
+"""Checkpoints are read back by the libraries that own the formats, and decode to what the prepared model computes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.artifact import Artifact
+from bitwright.export.checkpoints import export_compressed_tensors, export_gguf
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity
+
+from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared
+
+
+def _spec(dtype, granularity=CHANNEL, **options):
+    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
+
+
+PACKED = {
+    "int4 groups": _spec("int4", blocks(32)),
+    "int4 groups asymmetric": _spec("int4", blocks(32), qscheme="asymmetric"),
+    "int8": W8,
+    "int8 asymmetric": _spec("int8", qscheme="asymmetric"),
+    "uint8": _spec("uint8"),
+    "int3": _spec("int3"),
+    "int5 per tensor": QuantizationSpec(dtype="int5"),
+    "int8 per tensor asymmetric": QuantizationSpec(dtype="int8", qscheme="asymmetric"),
+    "fp8": _spec("float8_e4m3fn"),
+    "fp8 per tensor": QuantizationSpec(dtype="float8_e4m3fn"),
+    "fp8 square blocks": _spec("float8_e4m3fn", PerBlockGranularity(block_size=(32, 32))),
+    "fp4": _spec("float4_e2m1fn_x2", blocks(32)),
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers, config, torch.arange(10)[None]
+
+
+def _prepared_llama(llama, spec):
+    transformers, config, tokens = llama
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    module = ModuleQuantizerConfig(op_state_spec={"weight": spec}, op_input_spec=None, op_output_spec=None)
+    quantizer = Quantizer(
+        model,
+        QuantizerConfig(global_config=None, module_type_configs={nn.Linear: module}, execution_mode="eager"),
+    )
+    return quantizer.prepare((tokens,))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_transformers_loads_what_the_model_computes(name, llama, tmp_path):
+    """Every weight bit for bit, and so the logits."""
+    pytest.importorskip("compressed_tensors")
+    transformers, _, tokens = llama
+    ready = _prepared_llama(llama, PACKED[name])
+    expected = ready(tokens).logits
+    folder = export_compressed_tensors(ready, tmp_path / "checkpoint")
+    options = transformers.utils.quantization_config.CompressedTensorsConfig(run_compressed=False)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options).eval()
+    for path, module in ready.named_modules():
+        if hasattr(module, "parametrizations"):
+            assert torch.equal(loaded.get_submodule(path).weight, module.weight)
+    assert torch.equal(loaded(tokens).logits, expected)
+
+
+def test_packed_checkpoints_are_as_small_as_they_should_be(llama, tmp_path):
+    ready = _prepared_llama(llama, PACKED["int4 groups"])
+    folder = export_compressed_tensors(ready, tmp_path / "checkpoint")
+    size = (folder / "model.safetensors").stat().st_size
+    assert size < Artifact.from_model(ready).nbytes + 8000
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "pack-quantized"
+    assert config["ignore"] == []
+
+
+REFUSED = {
+    "minval": (Mlp, _spec("int4", qformulation="minval"), "minval"),
+    "fp8 wide": (Mlp, _spec("float8_e5m2"), "e4m3"),
+    "fp4 in blocks of 16": (Mlp, _spec("float4_e2m1fn_x2", blocks(16)), "blocks of 32"),
+    "integer square blocks": (Mlp, _spec("int8", PerBlockGranularity(block_size=(32, 32))), "one row"),
+    "convolution": (ConvNet, W8, "only weights of linear layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_compressed_tensors_lacks_is_refused_or_stored_dense(name, tmp_path):
+    from safetensors.torch import load_file
+
+    kind, spec, words = REFUSED[name]
+    model, x = built(kind)
+    _, ready = prepared(model, x, spec)
+    with pytest.raises(ValueError, match=words):
+        export_compressed_tensors(ready, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    folder = export_compressed_tensors(ready, tmp_path / "dense", allow_dense=True)
+    stored, artifact = load_file(folder / "model.safetensors"), Artifact.from_model(ready)
+    dense = [name for name in artifact.compressed if name in stored]
+    assert dense
+    assert all(torch.equal(stored[name], artifact.decode(name)) for name in dense)
+
+
+@pytest.mark.parametrize("export", [export_compressed_tensors, export_gguf])
+def test_quantized_activations_are_refused(export, tmp_path):
+    if export is export_gguf:
+        pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    with pytest.raises(ValueError, match=r"weights only.*up\.linear_quantize_input"):
+        export(ready, tmp_path / "out")
+
+
+GGUF_TYPES = {
+    "int4": (_spec("int4", blocks(32)), "Q4_0"),
+    "int3 per tensor": (QuantizationSpec(dtype="int3"), "Q4_0"),
+    "int4 asymmetric": (_spec("int4", blocks(32), qscheme="asymmetric"), "Q5_0"),
+    "int5 in long blocks": (_spec("int5", blocks(64)), "Q5_0"),
+    "int8 per channel": (W8, "Q8_0"),
+    "uint8": (_spec("uint8"), "Q8_0"),
+    "uint4 minval": (_spec("uint4", blocks(32), qformulation="minval"), "Q4_1"),
+    "int5 minval": (_spec("int5", blocks(32), qformulation="minval"), "Q5_1"),
+    "fp4": (_spec("float4_e2m1fn_x2", blocks(32)), "MXFP4"),
+}
+
+
+def _read(path):
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(path)
+    return {
+        t.name: (t.tensor_type.name, torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()))
+        for t in reader.tensors
+    }, reader
+
+
+class Wide(nn.Module):
+    """One layer whose sizes are multiples of 64."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("name", GGUF_TYPES)
+def test_gguf_decodes_to_what_the_model_computes(name, tmp_path):
+    """The type that was chosen, and the values by ggml's own formulas: those of the model, exactly."""
+    pytest.importorskip("gguf")
+    spec, kind = GGUF_TYPES[name]
+    torch.manual_seed(0)
+    _, ready = prepared(Wide().eval().half(), torch.randn(2, 128).half(), spec)
+    found, reader = _read(export_gguf(ready, tmp_path / "m.gguf", metadata={"general.name": "wide", "x.n": 3}))
+    assert found["fc.weight"][0] == kind
+    assert torch.equal(found["fc.weight"][1].half(), ready.fc.weight)
+    assert torch.equal(found["fc.bias"][1].half(), ready.fc.bias)
+    assert reader.get_field("x.n").contents() == 3
+
+
+def test_gguf_refuses_what_it_cannot_hold_exactly(tmp_path):
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    for spec, words in (
+        (_spec("int4", blocks(32)), "no half-precision numbers"),
+        (_spec("float8_e4m3fn"), "no type for float8_e4m3fn"),
+        (_spec("int4", blocks(16)), "not multiples of 32"),
+        (_spec("int8", qformulation="minval"), "half-precision|4 and 5 bits"),
+    ):
+        _, ready = prepared(model, x, spec)
+        with pytest.raises(ValueError, match=words):
+            export_gguf(ready, tmp_path / "no.gguf")
+    found, _ = _read(export_gguf(prepared(model, x, _spec("int4", blocks(16)))[1], tmp_path / "a", allow_dense=True))
+    assert found["up.weight"][0] == "F32"
+
+
+def test_gguf_with_rounded_scales(tmp_path):
+    """Scales in half precision cost at most their own rounding."""
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, _spec("int4", blocks(32)))
+    found, _ = _read(export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: f"blk.{name}"))
+    error = (found["blk.up.weight"][1] - ready.up.weight).abs()
+    assert float((error / ready.up.weight.abs().clamp(min=1e-9)).max()) <= 2**-11
+
+
+def test_palettes_are_refused_by_both(tmp_path):
+    model, x = built(Deconv)
+    _, ready = palettized(model, x, n_bits=4)
+    with pytest.raises(ValueError, match="look-up tables"):
+        export_compressed_tensors(ready, tmp_path / "a")
+    pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match="look-up tables"):
+        export_gguf(ready, tmp_path / "b")
