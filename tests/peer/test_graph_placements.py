@@ -224,6 +224,7 @@ def placements(package: str, payload: Any) -> Any:
         rows.append(
             {
                 "name": node.target,
+                "of": node.args[0].name,
                 "group": groups.setdefault(id(simulator), len(groups)),
                 "reads": "weight" if weight else kind(node.args[0]),
                 "read by": sorted(kind(user) for user in node.users),
@@ -250,7 +251,7 @@ def test_simulators_stand_where_the_peer_has_them(name: str) -> None:
 
 
 def _rough(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "scale"}
+    return {key: value for key, value in row.items() if key not in ("scale", "of")}
 
 
 def _one_step(result: dict[str, Any]) -> float:

@@ -17,7 +17,7 @@ from .chains import Chain, find_chains, fused_problems
 from .eager import PlanBuilder
 from .graph_boundaries import apply_boundaries
 from .kv_cache import apply_kv_caches
-from .merge_specs import with_fields
+from .merge_specs import effective, with_fields
 from .plan import Placement, Plan, Problem, Site
 from .quantized import Resolution, resolve_activation
 from .reconcile import Group, reconcile
@@ -137,10 +137,11 @@ def _merged_by_value(groups: Sequence[Group], table: SlotTable) -> list[list[Gro
     seen: dict[tuple[int, Any], int] = {}
     produced = {slot.index for group in groups for slot in group.slots if slot.op is None}
     for number, group in enumerate(groups):
+        wanted = effective(group.spec)
         for slot in group.slots:
             if slot.op is None or table.outputs.get(id(slot.value)) in produced:
                 continue
-            sets.union(seen.setdefault((id(slot.value), group.spec), number), number)
+            sets.union(seen.setdefault((id(slot.value), wanted), number), number)
     return [[groups[i] for i in indices] for indices in sets.groups()]
 
 

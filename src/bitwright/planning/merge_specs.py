@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from bitwright.quantization.spec import QuantizationScheme, QuantizationSpec
-from bitwright.quantization.spec.qparams_calculator import DynamicQParamsCalculator, StatelessQParamsCalculatorBase
+from bitwright.quantization.spec.qparams_calculator import (
+    MovingAverageQParamsCalculator,
+    StatelessQParamsCalculatorBase,
+    _DefaultQParamsCalculator,
+)
 
 from .slots import Demand, Slot
 
-__all__ = ["merge_specs", "with_fields"]
+__all__ = ["effective", "merge_specs", "with_fields"]
 
 _Bounds = tuple[float | None, float | None]
 
@@ -25,7 +31,8 @@ def merge_specs(slots: Sequence[Slot]) -> tuple[QuantizationSpec | None, Demand 
     if not demands:
         return None, None, ""
     winner = min(demands, key=lambda demand: demand.rank)
-    spec: QuantizationSpec = winner.spec
+    equals = [demand.spec for demand in demands if demand.rank == winner.rank]
+    spec = equals[0] if len(equals) == 1 else _middle(equals)
     changes: dict[str, Any] = {}
     scheme = _known_scheme(slots)
     if scheme is not None and not spec.dtype.is_floating_point and scheme != spec.qscheme:
@@ -55,8 +62,31 @@ def with_fields(spec: QuantizationSpec, **changes: Any) -> QuantizationSpec:
 
 def is_stateless(spec: QuantizationSpec) -> bool:
     """Whether the simulator computes its parameters for each tensor anew, so that no range can be fixed."""
-    calculator = spec.qparam_calculator_cls
-    return issubclass(calculator, (StatelessQParamsCalculatorBase, DynamicQParamsCalculator))
+    return issubclass(spec.qparam_calculator_cls, StatelessQParamsCalculatorBase)
+
+
+def _middle(specs: Sequence[QuantizationSpec]) -> QuantizationSpec:
+    """Return what equally strong specs of one op agree on; where they do not, the alphabet decides for each field."""
+    first = specs[0]
+    if all(spec is first or spec == first for spec in specs):
+        return first
+    alike = [spec for spec in specs if type(spec) is type(first)]
+    changes = {
+        name: min((getattr(spec, name) for spec in alike), key=str)
+        for name in type(first).model_fields
+        if any(getattr(spec, name) != getattr(first, name) for spec in alike)
+    }
+    try:
+        return with_fields(first, **changes)
+    except ValidationError:  # the fields of one do not go with those of another
+        return first
+
+
+def effective(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return an activation's spec with the calculator that "default" stands for, so that equal ones compare equal."""
+    if spec.qparam_calculator_cls is not _DefaultQParamsCalculator:
+        return spec
+    return spec.model_copy(update={"qparam_calculator_cls": MovingAverageQParamsCalculator})
 
 
 def _known_scheme(slots: Sequence[Slot]) -> QuantizationScheme | None:

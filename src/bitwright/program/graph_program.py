@@ -141,7 +141,7 @@ class _Builder:
         return ("", *known)
 
     def add_calls(self, module_calls: Iterable[Any]) -> None:
-        by_name = {node.name: value for node, value in self.values.items()}
+        by_name = {node.meta.get("exported_name", node.name): value for node, value in self.values.items()}
         for entry in module_calls:
             if entry.signature is None:
                 continue

@@ -46,6 +46,7 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     for name, tensor, persistent in _states(model):
         root.add_tensor(name, tensor, persistent)
     _drop_trace_asserts(graph)
+    _drop_dead_code(graph)
     return TracedGraphModule(root.module, graph, _input_check(exported, graph))
 
 
@@ -107,7 +108,9 @@ def _unlifted_graph(exported: ExportedProgram) -> fx.Graph:
     for node in exported.graph.nodes:
         state = state_of.get(node.name) if node.op == "placeholder" else None
         if state is None:
-            twins[node] = graph.node_copy(node, twins.__getitem__)
+            twins[node] = twin = graph.node_copy(node, twins.__getitem__)
+            if twin.name != node.name:  # names of Python's builtins are not used again
+                twin.meta["exported_name"] = node.name
         elif node.users:
             twins[node] = graph.get_attr(state)
             twins[node].meta = dict(node.meta)
@@ -135,13 +138,19 @@ def _drop_trace_asserts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _drop_dead_code(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+            graph.erase_node(node)
+
+
 def _input_check(exported: ExportedProgram, graph: fx.Graph) -> InputCheck | None:
     codegen = graph._codegen
     if not isinstance(codegen, _PyTreeCodeGen):
         return None
     ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
     shapes = tuple(
-        InputShape(node.name, _dimensions(node.meta.get("val"), ranges))
+        InputShape(node.meta.get("exported_name", node.name), _dimensions(node.meta.get("val"), ranges))
         for node in graph.nodes
         if node.op == "placeholder"
     )

@@ -53,6 +53,7 @@ class GraphInsertion:
     _producers: dict[int, Placement] = field(default_factory=dict)
     _nodes: dict[str, fx.Node] = field(default_factory=dict)
     _folds: dict[fx.Node, Fold] = field(default_factory=dict)
+    _written: set[Value] = field(default_factory=set)
     _folded: set[fx.Node] = field(default_factory=set)
     _placed: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
 
@@ -67,6 +68,7 @@ class GraphInsertion:
                 else:
                     self._producers[id(site.value)] = placement
         self._nodes = {node.name: node for node in self.module.graph.nodes}
+        self._written = {a.value for op in self.program.ops for a in op.arguments if _writes(op, a)}
         self._folds = fold_batch_norms(self.module, self.decisions.chains)
         self._folded = {fold.weight for fold in self._folds.values()}
         self._nodes.update({fold.name: fold.output for fold in self._folds.values()})
@@ -111,11 +113,19 @@ class GraphInsertion:
         key = (source, id(simulator))
         standing = None if _writes(op, argument) else self._placed.get(key)
         if standing is None:
-            standing = self._stand(simulator, placement, source, node, [node])
+            before = node if argument.value in self._written else self._behind(source)
+            standing = self._stand(simulator, placement, source, before, [node])
             if not _writes(op, argument):
                 self._placed[key] = standing
         else:
             node.replace_input_with(source, standing)
+
+    def _behind(self, source: fx.Node) -> fx.Node:
+        """Return the node in front of which a simulator of ``source`` stands: the next one, behind all inputs."""
+        after = source.next
+        while after.op in ("placeholder", "get_attr"):
+            after = after.next
+        return after
 
     def _insert_output(self, value: Value, placement: Placement) -> None:
         source = self._nodes[value.name]
