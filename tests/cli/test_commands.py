@@ -211,6 +211,11 @@ class TestErrors:
             (("compare", *COMMON, "--config", "w4.yaml", "--metric", "clinet:number"), "must be a function"),
             (("inspect", *COMMON, "--compressor", "zip"), "no compressor 'zip'"),
             (("export", *COMMON, "--config", "w4.yaml", "--backend", "tpu", "-o", "x.pt2"), "no backend 'tpu'"),
+            (("export", *COMMON, "--config", "preset:w8a8", "--backend", "coreml", "-o", "x.pt2"), ".mlpackage"),
+            (
+                ("export", *COMMON, "--config", "w4.yaml", "--backend", "_torch", "-o", "x.mlpackage"),
+                "--backend coreml",
+            ),
             (("explain", "BW9"), "no diagnostic 'BW9'"),
         ],
     )
@@ -245,6 +250,12 @@ def test_recipe_with_several_sections_applies_all(folder: Path) -> None:
     assert names == ["MagnitudePrunerConfig", "QuantizerConfig"]
 
 
+def test_presets_are_those_of_the_quantizer_unless_palettes_are_asked_for() -> None:
+    """``w4`` is quantization, ``palette-w4`` palettization."""
+    assert type(load_recipe("preset:w4").configs[0]).__name__ == "QuantizerConfig"
+    assert type(load_recipe("preset:palette-w4").configs[0]).__name__ == "KMeansPalettizerConfig"
+
+
 def test_recipe_schema_is_closed_and_resolves() -> None:
     """Every reference leads to a definition; unknown sections are refused."""
     schema = recipe_schema()
@@ -258,11 +269,20 @@ def test_recipe_schema_is_closed_and_resolves() -> None:
     assert json.loads(run("schema").stdout) == schema
 
 
+# A process started in the background ignores SIGINT; the one under test must not.
+_MAIN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from bitwright.cli import main
+main()
+"""
+
+
 def test_interruption_leaves_files_whole(folder: Path) -> None:
     """Ctrl-C while the model runs: exit code 130, no output folder, no remains."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     process = subprocess.Popen(
-        [sys.executable, "-c", "from bitwright.cli import main; main()", "compress", "clinet:SlowNet", "--data",
+        [sys.executable, "-c", _MAIN, "compress", "clinet:SlowNet", "--data",
          "clinet:batches", "--config", "w4.yaml", "-o", "out"],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

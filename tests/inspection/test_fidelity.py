@@ -372,6 +372,28 @@ class TestUse:
         report = compare(model, other, data())
         assert all(layer.accumulated.sqnr_db == 200 for layer in report.layers)
 
+    def test_comparing_is_not_taken_for_calls_of_the_model(self) -> None:
+        """What is computed in hooks does not count among the functions that the model calls itself."""
+
+        class Sums(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(24, 24), nn.Linear(24, 24)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.a(x)
+                return self.b(y * y) + x - y
+
+        model = Sums().eval()
+        quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w8a8(execution_mode="eager"))
+        compressed = quantizer.prepare((data()[0],))
+        with quantizer.calibration_mode():
+            compressed(data()[0])
+        report = compare(model, compressed, data()[:1])
+        error = (compressed(data()[0]).double() - model(data()[0]).double()).square().sum()
+        expected = 10 * torch.log10(model(data()[0]).double().square().sum() / error)
+        assert report.end_to_end.error.sqnr_db == pytest.approx(float(expected), abs=1e-3)
+
     def test_tied_models_are_refused(self) -> None:
         """A model that was compressed in place would be compared with itself."""
         model = chain()

@@ -208,12 +208,12 @@ def export(
     model: _ModelArgument,
     data: _DataOption,
     config: _ConfigOption,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the exported program (.pt2).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File: .pt2, or .mlpackage for Core ML.")],
     backend: Annotated[str, typer.Option(help="'coreai', 'coreml', or '_torch' for the simulation.")] = "coreai",
     batches: _BatchesOption = None,
     quiet: _QuietOption = False,
 ) -> None:
-    """Compress a model, finalize it for a backend, and save it as an exported program for the backend's converter."""
+    """Compress a model, finalize it for a backend, and save it: as an exported program, or converted for Core ML."""
     import torch
 
     from bitwright._utils.files import new_file_atomically
@@ -232,7 +232,7 @@ def export(
         with torch.no_grad():
             program = torch.export.export(finalized.eval(), example.args, dict(example.kwargs))
         with new_file_atomically(output) as part:
-            torch.export.save(program, part)
+            _save_program(program, part, backend)
     out.say(f"saved: {output}")
 
 
@@ -280,6 +280,30 @@ def schema(
         typer.echo(text, nl=False)
     else:
         write_text_atomically(output, text)
+
+
+def _save_program(program: Any, path: str, backend: str) -> None:
+    import torch
+    from torch._export.serde.serialize import SerializeError
+
+    if path.endswith(".mlpackage"):
+        if backend != "coreml":
+            raise CommandError(f"A .mlpackage is for --backend coreml, not {backend!r}; write a .pt2 file.")
+        from bitwright.export.extras import require
+
+        coremltools = require("coremltools", "coreml", "Conversion for Core ML")
+        converted = coremltools.convert(
+            program.run_decompositions({}), minimum_deployment_target=coremltools.target.iOS18
+        )
+        converted.save(path)
+        return
+    try:
+        torch.export.save(program, path)
+    except SerializeError as error:
+        raise CommandError(
+            "torch.export cannot write activations as Core ML takes them to a .pt2 file; write a .mlpackage, which "
+            'needs pip install "bitwright[coreml]".'
+        ) from error
 
 
 def _compressor(name: str | None) -> Any:

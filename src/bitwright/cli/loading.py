@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 
 from bitwright.config import CompressionConfig
+from bitwright.program.unlift import unlift
 
 from .output import CommandError
 
@@ -34,7 +35,8 @@ def load_model(name: str) -> nn.Module:
     if name.endswith(".pt2"):
         if not Path(name).is_file():
             raise CommandError(f"There is no file {name!r}.")
-        return torch.export.load(name).module()
+        program = torch.export.load(name)
+        return unlift(program, program.module()).eval()
     found = _attribute(name, "model")
     if not isinstance(found, nn.Module) and callable(found):
         found = found()
@@ -171,14 +173,18 @@ def _config_classes() -> tuple[Any, ...]:
 
 
 def _preset(name: str) -> Recipe:
-    for cls in _config_classes():
-        presets = getattr(cls, "presets", None)
-        if presets is not None and not name.startswith("_") and callable(getattr(presets, name, None)):
-            return Recipe(name, (getattr(presets, name)(),))
-    names = sorted(
-        {n for cls in _config_classes() for n in dir(getattr(cls, "presets", None)) if not n.startswith("_")}
-    )
-    raise CommandError(f"There is no preset {name!r}; there are {', '.join(names)}.")
+    """Return a quantizer's preset (``w8``), or with ``palette-`` in front a palettizer's (``palette-w4``)."""
+    _, palettizer, quantizer = _config_classes()
+    known = {entry: (quantizer.presets, entry) for entry in _preset_names(quantizer)}
+    known |= {f"palette-{entry}": (palettizer.presets, entry) for entry in _preset_names(palettizer)}
+    if name not in known:
+        raise CommandError(f"There is no preset {name!r}; there are {', '.join(known)}.")
+    presets, entry = known[name]
+    return Recipe(name, (getattr(presets, entry)(),))
+
+
+def _preset_names(cls: Any) -> list[str]:
+    return [name for name in dir(cls.presets) if not name.startswith("_")]
 
 
 def _attribute(name: str, role: str) -> Any:

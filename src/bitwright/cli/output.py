@@ -78,6 +78,7 @@ def reporting_errors() -> Iterator[None]:
         return typer.Exit(code)
 
     with warnings.catch_warnings():
+        warnings.simplefilter("default")
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             yield

@@ -11,6 +11,7 @@ from torch import nn
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from ._probe import outside_frames
 from ._ranges import code_range
 from ._sizes import stored_sizes
 from .diagnostics import Finding
@@ -154,10 +155,11 @@ class PeakWatch:
 
     def _hook(self, name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-            x = args[0].detach()
-            rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
-            if rows.numel():
-                self.peaks.setdefault(name, []).extend(rows.abs().amax(1).float().tolist())
+            with outside_frames():
+                x = args[0].detach()
+                rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
+                if rows.numel():
+                    self.peaks.setdefault(name, []).extend(rows.abs().amax(1).float().tolist())
 
         return hook
 

@@ -16,7 +16,7 @@ from bitwright.artifact.sites import activation_simulators
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._lockstep import Stepper
-from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kind_axis
+from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kind_axis, outside_frames
 
 __all__ = ["EagerProbe"]
 
@@ -144,7 +144,8 @@ class EagerProbe(PairProbe):
                 if threading.get_ident() != thread or not self._watching(modules):
                     return
                 counts[site.name] = counts.get(site.name, -1) + 1
-                emit((site, counts[site.name], args, kwargs, output))
+                with outside_frames():
+                    emit((site, counts[site.name], args, kwargs, output))
 
             return hook
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from bitwright._utils.call_frames import thread_frames
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["ComparedWeight", "Inputs", "LayerHook", "LayerSite", "PairProbe", "float_tensors"]
+__all__ = ["ComparedWeight", "Inputs", "LayerHook", "LayerSite", "PairProbe", "float_tensors", "outside_frames"]
 
 LayerHook: TypeAlias = Callable[["LayerSite", Any, Any, Any], None]
 """Called with a layer and its outputs: of the float model, of the compressed layer on the float model's inputs (None if
@@ -98,6 +100,20 @@ class PairProbe(ABC):
     @abstractmethod
     def weight(self, name: str) -> ComparedWeight | None:
         """Return a weight of a layer; None where the compressed one cannot be read."""
+
+
+@contextmanager
+def outside_frames() -> Iterator[None]:
+    """Keep what is computed in hooks from being taken for calls of the model, which eager simulators count."""
+    stack = thread_frames.stack
+    shield = bool(stack)
+    if shield:
+        stack.append(None)
+    try:
+        yield
+    finally:
+        if shield:
+            stack.pop()
 
 
 def float_tensors(output: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._batches import batches_of, inputs_of
 from ._end_to_end import OutputStatistics
-from ._probe import Inputs, LayerSite, PairProbe, float_tensors
+from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
 from ._ranges import CodeUse, code_range, code_use
 from ._sizes import StoredSize, stored_sizes
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
@@ -76,7 +76,7 @@ def compare(
     _check(float_model, compressed_model)
     with ExitStack() as stack:
         for model in (float_model, compressed_model):
-            stack.enter_context(_module_mode(model, training=False))
+            stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
         feed = batches_of(data, batches)
         first = next(feed)
@@ -87,6 +87,19 @@ def compare(
         for batch in feed:
             survey.add(batch)
         return survey.report(stored_sizes(float_model), stored_sizes(compressed_model, strict=False))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode; programs of ``torch.export`` are left in the mode that they were captured in."""
+    try:
+        with _module_mode(model, training=model.training):
+            pass
+    except NotImplementedError:
+        yield
+        return
+    with _module_mode(model, training=False):
+        yield
 
 
 def make_probe(float_model: nn.Module, compressed_model: nn.Module, example: Inputs) -> PairProbe:
@@ -195,10 +208,11 @@ class Survey:
             if not self.probe.recording or not isinstance(output, torch.Tensor):
                 return
             assert isinstance(simulator, FakeQuantizeImplBase)
-            statistics.error.update(args[0], output)
-            statistics.values.update(args[0])
-            if not simulator.is_disabled():
-                statistics.use.add(code_use(simulator, args[0]))
+            with outside_frames():
+                statistics.error.update(args[0], output)
+                statistics.values.update(args[0])
+                if not simulator.is_disabled():
+                    statistics.use.add(code_use(simulator, args[0]))
 
         return hook
 
