@@ -60,7 +60,8 @@ def line_of(case: Case, times: dict[str, Timing], found: dict[str, Any]) -> str:
     unit = "us" if case.limit == "microseconds" else "x"
     mark = "!" if found["over_limit"] > case.slower else " "
     limit = times.get("limit", "")
-    text = f"{case.name:46} {times['bitwright']!s:>24} limit {limit!s:>24} {found['over_limit']:7.2f}{unit:2}{mark}(<= {case.slower:g})"
+    text = f"{case.name:46} {times['bitwright']!s:>24} limit {limit!s:>24} "
+    text += f"{found['over_limit']:7.2f}{unit:2}{mark}(<= {case.slower:g})"
     if "faster" in found:
         mark = "!" if found["faster"] < case.faster else " "
         text += f" {found['faster']:7.1f}x{mark}(>= {case.faster:g})  peer {times['peer']}"
