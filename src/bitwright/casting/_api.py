@@ -68,6 +68,11 @@ def cast_fp32_to_fp16(
         TypeError: ``ep`` is no ``ExportedProgram``, or ``ignored_ops`` has none of the forms above (a string, say).
         ValueError: ``dtype`` is no 16-bit float dtype, the example inputs do not fit the program, or the program writes
             in place to a tensor of which one side stays float32.
+
+    Example:
+        >>> program = torch.export.export(torch.nn.Linear(4, 2), (torch.randn(1, 4),))
+        >>> cast_fp32_to_fp16(program).module()(torch.randn(1, 4).half()).dtype
+        torch.float16
     """
     check_program(ep)
     if dtype not in _FLOAT_TARGETS:
