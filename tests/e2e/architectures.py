@@ -36,9 +36,7 @@ def _image(size: int = 32, batch: int = 2) -> torch.Tensor:
 def _resnet() -> Architecture:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1], layer_type="bottleneck", num_labels=5
-    )
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1], layer_type="bottleneck", num_labels=5)
     return Architecture(ResNetForImageClassification(config), (_image(),), {})
 
 
@@ -138,7 +136,9 @@ def _gpt2() -> Architecture:
 def _llama() -> Architecture:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=99, num_key_value_heads=1, use_cache=False, tie_word_embeddings=True, **_TRANSFORMER)
+    config = LlamaConfig(
+        vocab_size=99, num_key_value_heads=1, use_cache=False, tie_word_embeddings=True, **_TRANSFORMER
+    )
     return Architecture(LlamaForCausalLM(config), (_tokens(),), {})
 
 
@@ -146,7 +146,12 @@ def _mixtral() -> Architecture:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=99, num_key_value_heads=1, use_cache=False, num_local_experts=4, num_experts_per_tok=2, **_TRANSFORMER
+        vocab_size=99,
+        num_key_value_heads=1,
+        use_cache=False,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **_TRANSFORMER,
     )
     return Architecture(MixtralForCausalLM(config), (_tokens(),), {})
 
