@@ -17,7 +17,7 @@ _SMALLEST_MASS = 1e-12
 class _SoftAssignmentStrategy(TrainingStrategy):
     """Attention between vectors and palette entries, and the palette as its fixed point."""
 
-    def __init__(self, temperature: float = 0.05, iterations: int = 3) -> None:
+    def __init__(self, temperature: float = 0.01, iterations: int = 3) -> None:
         self.temperature = temperature
         self.iterations = iterations
 
@@ -68,7 +68,7 @@ class DKMTrainingSpec(TrainingStrategySpec):
             the forward before. Gradients go through the last step.
     """
 
-    temperature: float = Field(default=0.05, gt=0.0)
+    temperature: float = Field(default=0.01, gt=0.0)
     iterations: int = Field(default=3, gt=0)
 
     _strategy_cls = _SoftAssignmentStrategy
