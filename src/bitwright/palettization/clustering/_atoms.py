@@ -179,11 +179,11 @@ def _solved(
     if price == 0.0:
         price = _likely_price(values, weights, n_clusters)
     moments = centred_moments(values, weights)
-    bounds, error, price = cheapest_partition(moments, none, n_clusters, price, tolerance)
+    bounds, error, _ = cheapest_partition(moments, none, n_clusters, price, tolerance)
     noise = _NOISE * (moments[-1, 2] - moments[0, 2])
     if noise > 0.01 * max(tolerance, 1e-9) * error:
         moments, residue = _careful_moments(values, weights)
-        bounds, error, price = cheapest_partition(moments, residue, n_clusters, price, tolerance)
+        bounds, error, _ = cheapest_partition(moments, residue, n_clusters, price, tolerance)
     return bounds, error
 
 

@@ -26,6 +26,7 @@ _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int32]
 
 _MAX_PRICES = 100
+_LEAST = 1e-300  # for runs whose weights vanish in the sums
 _SPLITTER = 134217729.0  # 2^27 + 1 cuts a double into two halves (Dekker 1971)
 
 
@@ -48,23 +49,28 @@ def _difference_error(a: float, b: float, difference: float) -> float:
     return (a - (difference + part)) + (part - b)
 
 
+@inlined
+def _difference(moments: _Floats, residue: _Floats, start: int, stop: int, column: int) -> tuple[float, float]:
+    """A sum over the run as the nearest double and what that leaves."""
+    high = moments[stop, column] - moments[start, column]
+    low = _difference_error(moments[stop, column], moments[start, column], high)
+    low += residue[stop, column] - residue[start, column]
+    total = high + low
+    return total, low - (total - high)
+
+
 @kernel
 def _careful_error(moments: _Floats, residue: _Floats, start: int, stop: int) -> float:
     """Squared error of the run in double-double: Σwx² - rΣwx - r(Σwx - rΣw), less what centring at r left."""
-    weight = moments[stop, 0] - moments[start, 0]
-    weight_low = _difference_error(moments[stop, 0], moments[start, 0], weight)
-    weight_low += residue[stop, 0] - residue[start, 0]
-    first = moments[stop, 1] - moments[start, 1]
-    first_low = _difference_error(moments[stop, 1], moments[start, 1], first)
-    first_low += residue[stop, 1] - residue[start, 1]
-    second = moments[stop, 2] - moments[start, 2]
-    second_low = _difference_error(moments[stop, 2], moments[start, 2], second)
-    second_low += residue[stop, 2] - residue[start, 2]
+    weight, weight_low = _difference(moments, residue, start, stop, 0)
+    first, first_low = _difference(moments, residue, start, stop, 1)
+    second, second_low = _difference(moments, residue, start, stop, 2)
+    weight = max(weight, _LEAST)
     centre = first / weight
     product = centre * weight
     left = (first - product) - _product_error(centre, weight, product) + (first_low - centre * weight_low)
     product = centre * first
-    error: float = (second - product) - _product_error(centre, first, product)
+    error = (second - product) - _product_error(centre, first, product)
     error += second_low - centre * first_low - centre * left
     error -= left * left / weight
     return max(error, 0.0)
@@ -76,8 +82,8 @@ def _run_error(moments: _Floats, residue: _Floats, start: int, stop: int) -> flo
     if residue.shape[0] > 1:
         return _careful_error(moments, residue, start, stop)
     first = moments[stop, 1] - moments[start, 1]
-    error: float = moments[stop, 2] - moments[start, 2]
-    error -= first * first / (moments[stop, 0] - moments[start, 0])
+    weight = max(moments[stop, 0] - moments[start, 0], _LEAST)
+    error: float = (moments[stop, 2] - moments[start, 2]) - first * first / weight
     return max(error, 0.0)
 
 

@@ -21,7 +21,8 @@ _SHAPE = "[P, N] or [P, N, D]"
 def assign(values: Tensor, centroids: Tensor) -> Tensor:
     """Index of the nearest palette entry of every point.
 
-    Distances are those of the given numbers in float64; of equally near entries the lower index wins.
+    Distances are those of the given numbers in float64; of equally near entries the lower index wins. Scalars are
+    compared with midpoints rounded to float64, which float64 values within one unit of a midpoint can notice.
 
     Args:
         values: ``[P, N]`` or ``[P, N, D]``, finite floats.
