@@ -373,6 +373,16 @@ def test_state_of_other_dtypes_is_written_by_value(state: list[torch.Tensor | No
     assert_same(state[2], scale.to(state[2].dtype))
 
 
+def test_versions_notice_what_kernels_write() -> None:
+    """A change of the state is a change for autograd and for caches."""
+    for form in (reference, fused):
+        state = [torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1).int(), torch.ones(1, 1)]
+        form.observe_running_and_fake_quantize(
+            torch.randn(4, 6), *state, block_size=(4, 6), grid=INT8, scheme="symmetric", restart=True
+        )
+        assert all(t._version > 0 for t in state)
+
+
 def test_observing_without_quantizing_returns_the_input() -> None:
     """Only the state changes."""
     x = torch.randn(4, 6)

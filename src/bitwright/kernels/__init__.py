@@ -14,6 +14,7 @@ from .dispatch import (
     set_form,
 )
 from .grid import Grid, block_counts
+from .saved import saved_as_codes
 
 __all__ = [
     "Grid",
@@ -26,5 +27,6 @@ __all__ = [
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",
     "quantize",
+    "saved_as_codes",
     "set_form",
 ]

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
+from .saved import mark, marking
 
 __all__ = [
     "choose_qparams",
@@ -105,6 +106,13 @@ def form_of(x: torch.Tensor) -> Any:
     return _cuda_form() if x.is_cuda else reference
 
 
+def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:
+    """The result, with a note for ``saved_as_codes`` where that is in force and the form can encode."""
+    if y.requires_grad and marking(y) and hasattr(form, "encode"):
+        mark(y, made, block_size, grid, form)
+    return y
+
+
 def _form_for(x: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
     """``form_of``; zero points between the codes, as one may learn them, are for the reference."""
     if zero_point is not None and zero_point.dtype.is_floating_point:
@@ -143,10 +151,9 @@ def fake_quantize(
 
             return exported_fake_quantize(x, scale, zero_point, minval, block_size, grid)
         return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
-    result: torch.Tensor = _form_for(x, zero_point).fake_quantize(
-        x, scale, zero_point, minval, block_size=block_size, grid=grid
-    )
-    return result
+    form = _form_for(x, zero_point)
+    y: torch.Tensor = form.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+    return _marked(y, (scale, zero_point, minval), block_size, grid, form)
 
 
 def quantize(
@@ -282,11 +289,11 @@ def observe_and_fake_quantize(
         low, high = reference.min_max(x, block_size)
         made = reference.choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
         return fake_quantize(x, *made, block_size=block_size, grid=grid), *made
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-    result = form_of(x).observe_and_fake_quantize(
+    form = form_of(x)
+    y, *made = form.observe_and_fake_quantize(
         x, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype
     )
-    return result
+    return _marked(y, tuple(made), block_size, grid, form), *made
 
 
 def observe_running_and_fake_quantize(
@@ -338,4 +345,4 @@ def observe_running_and_fake_quantize(
         block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
         averaging_constant=averaging_constant, restart=restart, quantize=quantize,
     )  # fmt: skip
-    return y
+    return _marked(y, (scale, zero_point, minval), block_size, grid, form) if quantize else y

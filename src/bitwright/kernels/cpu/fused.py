@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
@@ -19,6 +20,7 @@ from bitwright.kernels.reference import check_fit, check_running, is_state
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_part, finish, observe_rows
+from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, map_part, mask_part
 from .memory import empty_like
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
@@ -346,6 +348,8 @@ def observe_running_and_fake_quantize(
     mode = 0 if restart else 2 if averaging_constant is None else 1
     code = scheme_code(grid, scheme, scale_dtype)
     _finish(flat, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
+    # The kernels write behind torch's back; what is cached by version must notice.
+    increment_version([t for t in (running_min, running_max, *made) if t is not None])
     if not quantize:
         return x
 
@@ -355,3 +359,59 @@ def observe_running_and_fake_quantize(
         return y
 
     return _run(x, forward, layout)
+
+
+def encode(
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> torch.Tensor | None:
+    """Return a byte for each element of a fake-quantized tensor, in the order of its memory.
+
+    Args:
+        y: what ``fake_quantize`` returned for these parameters; without holes.
+        scale: as in ``fake_quantize``.
+        zero_point: as in ``fake_quantize``.
+        minval: as in ``fake_quantize``.
+        block_size: as in ``fake_quantize``.
+        grid: as in ``fake_quantize``.
+
+    Returns:
+        1-D ``uint8`` tensor from which ``decode`` makes the same bits, or None if there is none (NaN, for one).
+    """
+    flat, order = dense(y)
+    given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
+    codes = torch.empty(flat.numel(), dtype=torch.uint8)
+    failed = torch.zeros(1, dtype=torch.int32)
+    _code(1, flat, codes, failed, given)
+    return None if failed.item() else codes
+
+
+def decode(
+    codes: torch.Tensor,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    minval: torch.Tensor | None,
+    *,
+    block_size: tuple[int, ...],
+    grid: Grid,
+) -> None:
+    """Write the values that ``encode`` took to ``y``, which has the encoded tensor's shape, strides and dtype."""
+    _, order = dense(y)
+    _code(0, y, codes, codes, _prepare(y, order, scale, zero_point, minval, block_size, grid))
+
+
+def _code(encode: int, y: torch.Tensor, codes: torch.Tensor, failed: torch.Tensor, given: _Prepared) -> None:
+    """Run ``code_part`` over all cores."""
+    layout = given.layout
+    arguments = (
+        encode, y.data_ptr(), DTYPES[y.dtype], codes.data_ptr(), failed.data_ptr(), given.scale.data_ptr(),
+        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address,
+        -(-layout.numel // LANES),
+    )  # fmt: skip
+    run_parts(code_part, arguments, _threads(layout.numel), (y, codes, failed, given))

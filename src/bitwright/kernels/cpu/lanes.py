@@ -26,6 +26,8 @@ __all__ = [
     "Scalar",
     "as_bits",
     "as_float",
+    "bf16_of",
+    "f16_of",
     "f16_of_float",
     "fetch_add",
     "float_from_bits",
@@ -38,15 +40,19 @@ __all__ = [
     "load_f32",
     "load_i32",
     "load_mask",
+    "load_u8",
+    "mask_bits",
     "maximum",
     "minimum",
     "peek_f32",
     "peek_i16",
     "peek_i32",
     "peek_i64",
+    "peek_u8",
     "poke_f32",
     "poke_i16",
     "poke_i32",
+    "poke_u8",
     "reduce_max",
     "reduce_min",
     "rint",
@@ -61,6 +67,7 @@ __all__ = [
     "store_f32",
     "store_i32",
     "store_mask",
+    "store_u8",
     "to_float",
     "with_sign",
 ]
@@ -143,13 +150,16 @@ def _first_lanes(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", numbers, _spread(builder, count))
 
 
+_BYTES = {_I8: 1, _I16: 2, _I32: 4, _F32: 4}
+
+
 def _load(builder: Any, address: Any, element: ir.Type) -> Any:
-    return builder.load(_pointer(builder, address, ir.VectorType(element, LANES)), align=2 if element == _I16 else 4)
+    pointer = _pointer(builder, address, ir.VectorType(element, LANES))
+    return builder.load(pointer, align=_BYTES[element])
 
 
 def _store(builder: Any, address: Any, value: Any) -> None:
-    align = 2 if value.type.element == _I16 else 4
-    builder.store(value, _pointer(builder, address, value.type), align=align)
+    builder.store(value, _pointer(builder, address, value.type), align=_BYTES[value.type.element])
 
 
 def _narrow_bf16(builder: Any, value: Any, bits: ir.Type) -> Any:
@@ -200,6 +210,9 @@ store_bf16 = _operation(types.void, (_ADDRESS, FLOATS), _store_bf16)
 store_f16 = _operation(types.void, (_ADDRESS, FLOATS), _store_f16)
 store_i32 = _operation(types.void, (_ADDRESS, INTS), _store)
 
+load_u8 = _operation(INTS, (_ADDRESS,), lambda b, a: b.zext(_load(b, a, _I8), INTS.vector))
+store_u8 = _operation(types.void, (_ADDRESS, INTS), lambda b, a, v: _store(b, a, b.trunc(v, ir.VectorType(_I8, LANES))))
+
 splat = _operation(FLOATS, (types.float32,), _spread)
 splat_int = _operation(INTS, (types.int32,), _spread)
 rint = _operation(FLOATS, (FLOATS,), lambda b, v: _call(b, f"llvm.rint.v{LANES}f32", FLOATS.vector, v))
@@ -208,6 +221,13 @@ as_bits = _operation(INTS, (FLOATS,), lambda b, v: b.bitcast(v, INTS.vector))
 as_float = _operation(FLOATS, (INTS,), lambda b, v: b.bitcast(v, FLOATS.vector))
 to_float = _operation(FLOATS, (INTS,), lambda b, v: b.sitofp(v, FLOATS.vector))
 from_mask = _operation(FLOATS, (MASK,), lambda b, v: b.uitofp(v, FLOATS.vector))
+bf16_of = _operation(
+    FLOATS,
+    (FLOATS,),
+    lambda b, v: b.bitcast(b.shl(_narrow_bf16(b, v, INTS.vector), _constant(INTS, 16)), FLOATS.vector),
+)
+f16_of = _operation(FLOATS, (FLOATS,), lambda b, v: b.fpext(b.fptrunc(v, ir.VectorType(_F16, LANES)), FLOATS.vector))
+mask_bits = _operation(types.int32, (MASK,), lambda b, v: b.zext(b.bitcast(v, _I16), _I32))
 select = _operation(FLOATS, (MASK, FLOATS, FLOATS), lambda b, m, v, w: b.select(m, v, w))
 keep_first = _operation(INTS, (INTS, INTS, _COUNT), lambda b, v, w, n: b.select(_first_lanes(b, n), v, w))
 maximum = _operation(INTS, (INTS, INTS), lambda b, v, w: b.select(b.icmp_signed(">", v, w), v, w))
@@ -228,6 +248,7 @@ store_mask = _operation(types.void, (_ADDRESS, MASK), _store_mask)
 load_mask = _operation(MASK, (_ADDRESS,), _load_mask)
 
 peek_f32 = _operation(types.float32, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _F32)))
+peek_u8 = _operation(types.uint8, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I8)))
 peek_i16 = _operation(types.int16, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I16)))
 peek_i32 = _operation(types.int32, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I32)))
 peek_i64 = _operation(types.int64, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I64)))
@@ -241,6 +262,7 @@ fetch_add = _operation(
     types.int64, (_ADDRESS,), lambda b, a: b.atomic_rmw("add", _pointer(b, a, _I64), _I64(1), "acq_rel")
 )
 poke_f32 = _operation(types.void, (_ADDRESS, types.float32), _poke)
+poke_u8 = _operation(types.void, (_ADDRESS, types.uint8), _poke)
 poke_i16 = _operation(types.void, (_ADDRESS, types.int16), _poke)
 poke_i32 = _operation(types.void, (_ADDRESS, types.int32), _poke)
 float_to_bits = _operation(types.int32, (types.float32,), lambda b, v: b.bitcast(v, _I32))
@@ -284,6 +306,11 @@ _operator(operator.truediv, FLOATS, FLOATS, lambda b, v, w: b.fdiv(v, w))
 _operator(operator.lt, FLOATS, MASK, lambda b, v, w: b.fcmp_ordered("<", v, w))
 _operator(operator.le, FLOATS, MASK, lambda b, v, w: b.fcmp_ordered("<=", v, w))
 _operator(operator.and_, MASK, MASK, lambda b, v, w: b.and_(v, w))
+_operator(operator.eq, INTS, MASK, lambda b, v, w: b.icmp_signed("==", v, w))
+_operator(operator.lt, INTS, MASK, lambda b, v, w: b.icmp_signed("<", v, w))
+_operator(operator.sub, INTS, INTS, lambda b, v, w: b.sub(v, w))
+_operator(operator.or_, INTS, INTS, lambda b, v, w: b.or_(v, w))
+_operator(operator.lshift, INTS, INTS, lambda b, v, w: b.shl(v, w))
 _operator(operator.add, INTS, INTS, lambda b, v, w: b.add(v, w))
 _operator(operator.and_, INTS, INTS, lambda b, v, w: b.and_(v, w))
 _operator(operator.xor, INTS, INTS, lambda b, v, w: b.xor(v, w))

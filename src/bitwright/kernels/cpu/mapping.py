@@ -34,9 +34,9 @@ from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next
 __all__ = ["CODES", "FAKE", "VALUES", "last_step", "map_flat", "map_part", "map_rows", "mask_part", "spread", "step"]
 
 FAKE, CODES, VALUES = 0, 1, 2
-_TILE = 32 * LANES
+TILE = 32 * LANES
 
-tile_room = stack_room(3 * 4 * (_TILE + LANES))
+tile_room = stack_room(3 * 4 * (TILE + LANES))
 
 
 @inlined
@@ -168,10 +168,10 @@ def map_flat(
     nothing = splat(np.float32(0))
     fixed = low if origins != 0 else nothing
     tile_scales = tile_room()
-    tile_points = tile_scales + 4 * (_TILE + LANES)
-    tile_origins = tile_points + 4 * (_TILE + LANES)
-    for start in range(begin * LANES, last, _TILE):
-        size = min(_TILE, last - start)
+    tile_points = tile_scales + 4 * (TILE + LANES)
+    tile_origins = tile_points + 4 * (TILE + LANES)
+    for start in range(begin * LANES, last, TILE):
+        size = min(TILE, last - start)
         spread(table, scales, tile_scales, start, size)
         if points != 0:
             spread(table, points, tile_points, start, size)

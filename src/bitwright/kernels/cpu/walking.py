@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .compiling import inlined
-from .lanes import LANES, Scalar, fetch_add, peek_i16, peek_i64, poke_i16, stack_room
+from .lanes import LANES, Scalar, fetch_add, peek_i64, peek_u8, poke_u8, stack_room
 
 __all__ = ["VECTOR", "block_of_row", "copy", "element_bytes", "first_part", "next_part", "staged", "vector_room"]
 
@@ -60,9 +60,9 @@ def element_bytes(dtype: int) -> int:
 
 @inlined
 def copy(source: int, target: int, size: int) -> None:
-    """Copy an even number of bytes."""
-    for place in range(0, size, 2):
-        poke_i16(target + place, peek_i16(source + place))
+    """Copy bytes."""
+    for place in range(size):
+        poke_u8(target + place, peek_u8(source + place))
 
 
 @inlined

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch.autograd.graph import increment_version
 
 from bitwright.formats import format_of
 from bitwright.kernels import reference
@@ -377,6 +378,8 @@ def observe_running_and_fake_quantize(
     made = (scale, zero_point, minval)
     running = (mode, averaging_constant or 0.0, running_min, running_max)
     _choose(lows, highs, made, grid, _scheme(grid, scheme, scale_dtype), x.dtype, running)
+    # The kernels write behind torch's back; what is cached by version must notice.
+    increment_version([t for t in (running_min, running_max, *made) if t is not None])
     if not quantize:
         return x
     return fake_quantize(x, *made, block_size=block_size, grid=grid)

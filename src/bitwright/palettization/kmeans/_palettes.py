@@ -64,7 +64,8 @@ def fit_to_quantized(
     choices = [lambda luts, share=share: quantize(clamped(luts, share)) for share in shares]
     refit = refit_to_quantized(vectors, found, choices, weights=weights)
     chosen = torch.tensor(list(shares), dtype=torch.float64, device=refit.choice.device)[refit.choice]
-    return clamped(refit.centroids, chosen.view(-1, 1, 1))
+    palettes = clamped(refit.centroids, chosen.view(-1, 1, 1))
+    return palettes.sort(dim=1).values if palettes.shape[2] == 1 else palettes
 
 
 def nearest_entries(vectors: torch.Tensor, luts: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,13 @@ from .spec import PalettizationSpec, default_weight_palettization_spec
 from .straight_through import STETrainingSpec
 from .training_strategy import DefaultTrainingSpec, TrainingStrategy, TrainingStrategySpec
 
+# The names that coreai-opt gives these after 0.3.
+TrainingStrategyConfig = TrainingStrategySpec
+DefaultTrainingConfig = DefaultTrainingSpec
+
 __all__ = [
     "DKMTrainingSpec",
+    "DefaultTrainingConfig",
     "DefaultTrainingSpec",
     "PalettizationGranularity",
     "PalettizationSpec",
@@ -17,6 +22,7 @@ __all__ = [
     "PerTensorGranularity",
     "STETrainingSpec",
     "TrainingStrategy",
+    "TrainingStrategyConfig",
     "TrainingStrategySpec",
     "default_weight_palettization_spec",
 ]

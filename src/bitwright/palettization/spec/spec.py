@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, PrivateAttr, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    PrivateAttr,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from bitwright.common import CompressionType
 from bitwright.config.spec import CompressionSpec
@@ -62,6 +71,19 @@ class PalettizationSpec(CompressionSpec):
     ] = Field(default_factory=DefaultTrainingSpec)
 
     _compression_type: CompressionType = PrivateAttr(default=CompressionType.PALETTIZATION)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_later_name(cls, data: Any) -> Any:
+        """coreai-opt after 0.3 calls the strategy ``training_strategy_config``."""
+        if isinstance(data, dict) and "training_strategy_config" in data:
+            data = {"training_strategy_spec" if key == "training_strategy_config" else key: data[key] for key in data}
+        return data
+
+    @property
+    def training_strategy_config(self) -> TrainingStrategySpec:
+        """The training strategy, by the name that coreai-opt gives it after 0.3."""
+        return self.training_strategy_spec
 
     @field_validator("lut_qspec", mode="after")
     @classmethod

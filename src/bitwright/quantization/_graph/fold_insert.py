@@ -155,5 +155,3 @@ def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
         node.args = (*node.args, value)
     else:
         node.update_kwarg(name, value)
-
-

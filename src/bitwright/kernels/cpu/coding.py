@@ -1,0 +1,208 @@
+"""Fake-quantized values to one byte each and back, without loss.
+
+A byte is ``code - quant_min`` for integers, and for float formats exponent and mantissa with the sign in bit 7.
+Encoding checks every element: what its byte decodes to must have the bits of the original.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arithmetic import BFLOAT16, FLOAT16, clamp, code_of_float, code_of_integer, load, store
+from .compiling import compiled, inlined
+from .lanes import (
+    LANES,
+    Lanes,
+    Scalar,
+    as_bits,
+    as_float,
+    bf16_of,
+    f16_of,
+    load_f32,
+    load_i32,
+    load_u8,
+    mask_bits,
+    peek_f32,
+    peek_i32,
+    peek_i64,
+    poke_i32,
+    select,
+    splat,
+    splat_int,
+    store_u8,
+    to_float,
+)
+from .mapping import TILE, spread, tile_room
+from .walking import VECTOR, copy, element_bytes, first_part, next_part, vector_room
+
+__all__ = ["code_part"]
+
+
+@inlined
+def rounded(values: Lanes, dtype: int) -> Lanes:
+    """The float32 nearest in the dtype."""
+    if dtype == BFLOAT16:
+        return bf16_of(values)
+    if dtype == FLOAT16:
+        return f16_of(values)
+    return values
+
+
+@inlined
+def value_of(codes: Lanes, scale: Lanes, offset: Lanes, origin: Lanes, integer: int, dtype: int) -> Lanes:
+    """What a quantized value stands for, in the dtype."""
+    values = (codes - offset) * scale + origin if integer else codes * scale
+    return rounded(values, dtype)
+
+
+@inlined
+def whole(values: Lanes) -> Lanes:
+    """Whole numbers below ``2**23`` as integers: the lower bits of their sum with that number. NaN gives anything."""
+    return as_bits(values + splat(np.float32(1 << 23))) & splat_int(np.int32(0x7FFFFF))
+
+
+@inlined
+def byte_of_float(codes: Lanes, smallest: int, anchor: int) -> Lanes:
+    """Bit pattern of values that a float format represents; see ``code_of_float``.
+
+    A normal number's pattern is the upper part of its float32 bits with another bias, a subnormal's is its multiple
+    of the smallest step.
+    """
+    shift = (anchor >> 23) & 0xFF
+    bits = as_bits(codes)
+    magnitude = bits & splat_int(np.int32(0x7FFFFFFF))
+    normal = (magnitude >> splat_int(np.int32(shift))) - splat_int(np.int32((smallest - (1 << 23)) >> shift))
+    # A step is 2**(smallest exponent - mantissa bits): dividing by it is a change of the exponent.
+    steps = np.int32((127 << 23) - (smallest - (127 << 23)) + ((23 - shift) << 23))
+    subnormal = whole(as_float(magnitude) * as_float(splat_int(steps)))
+    small = magnitude < splat_int(np.int32(smallest))
+    field = as_bits(select(small, as_float(subnormal), as_float(normal)))
+    sign = (bits >> splat_int(np.int32(31))) & splat_int(np.int32(0x80))
+    return field | sign
+
+
+@inlined
+def float_of_byte(byte: Lanes, smallest: int, anchor: int) -> Lanes:
+    """The value of a bit pattern that ``byte_of_float`` made."""
+    shift = (anchor >> 23) & 0xFF
+    field = byte & splat_int(np.int32(0x7F))
+    normal = (field + splat_int(np.int32((smallest - (1 << 23)) >> shift))) << splat_int(np.int32(shift))
+    step = np.int32(smallest - ((23 - shift) << 23))
+    subnormal = as_bits(to_float(field) * as_float(splat_int(step)))
+    small = field < splat_int(np.int32(1 << (23 - shift)))
+    bits = as_bits(select(small, as_float(subnormal), as_float(normal)))
+    sign = (byte & splat_int(np.int32(0x80))) << splat_int(np.int32(24))
+    return as_float(bits | sign)
+
+
+@inlined
+def nearest_code(
+    values: Lanes, scale: Lanes, offset: Lanes, origin: Lanes, low: Lanes, high: Lanes, integer: int,
+    smallest: int, anchor: int, dtype: int,
+) -> Lanes:  # fmt: skip
+    """The quantized value that decodes to each element, if there is one.
+
+    bfloat16 keeps eight bits, so that a code of eight bits may come back one off: its neighbours are tried too.
+    """
+    if not integer:
+        return code_of_float(clamp(values / scale, low, high), smallest, anchor)
+    wanted = as_bits(values)
+    codes = clamp(code_of_integer(values, scale, offset, origin), low, high)
+    if dtype != BFLOAT16:
+        return codes
+    below = clamp(codes - splat(np.float32(1)), low, high)
+    above = clamp(codes + splat(np.float32(1)), low, high)
+    fits = as_bits(value_of(codes, scale, offset, origin, integer, dtype)) == wanted
+    found = select(as_bits(value_of(below, scale, offset, origin, integer, dtype)) == wanted, below, above)
+    return select(fits, codes, found)
+
+
+@inlined
+def code_vector(
+    encode: int, y: int, dtype: int, codes: int, scale: Lanes, offset: Lanes, origin: Lanes, grid: int
+) -> Scalar:
+    """Encode or decode sixteen elements and return which of them, as bits, are right."""
+    integer, smallest, anchor = peek_i32(grid), peek_i32(grid + 16), peek_i32(grid + 20)
+    low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
+    values = load(y, dtype)
+    byte = load_u8(codes)
+    if encode != 0:
+        found = nearest_code(values, scale, offset, origin, low, high, integer, smallest, anchor, dtype)
+        byte = whole(found - low) if integer else byte_of_float(found, smallest, anchor)
+        store_u8(codes, byte)
+    kept = to_float(byte) + low if integer else float_of_byte(byte, smallest, anchor)
+    decoded = value_of(kept, scale, offset, origin, integer, dtype)
+    if encode == 0:
+        store(y, decoded, dtype)
+        return np.int32(0xFFFF)
+    return mask_bits(as_bits(decoded) == as_bits(values))
+
+
+@inlined
+def code_tiles(
+    encode: int, y: int, dtype: int, codes: int, failed: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Encode or decode the vectors ``begin`` to ``end`` of the flat tensor."""
+    last = min(peek_i64(table) * peek_i64(table + 8), end * LANES)
+    size = element_bytes(dtype)
+    nothing = splat(np.float32(0))
+    fixed = splat(peek_f32(grid + 8)) if origins != 0 else nothing
+    room = vector_room()
+    tile_scales = tile_room()
+    tile_points = tile_scales + 4 * (TILE + LANES)
+    tile_origins = tile_points + 4 * (TILE + LANES)
+    for start in range(begin * LANES, last, TILE):
+        length = min(TILE, last - start)
+        spread(table, scales, tile_scales, start, length)
+        if points != 0:
+            spread(table, points, tile_points, start, length)
+        if origins != 0:
+            spread(table, origins, tile_origins, start, length)
+        for inside in range(0, length, LANES):
+            scale = load_f32(tile_scales + 4 * inside)
+            offset = to_float(load_i32(tile_points + 4 * inside)) if points != 0 else fixed
+            origin = load_f32(tile_origins + 4 * inside) if origins != 0 else nothing
+            count = min(LANES, length - inside)
+            value_at, code_at = y + size * (start + inside), codes + start + inside
+            partial = count < LANES
+            value_here, code_here = (room, room + VECTOR) if partial else (value_at, code_at)
+            if partial:
+                copy(value_at, room, size * count)
+                copy(code_at, room + VECTOR, count)
+            right = code_vector(encode, value_here, dtype, code_here, scale, offset, origin, grid)
+            if partial:
+                copy(room, value_at, size * count)
+                copy(room + VECTOR, code_at, count)
+            wanted = (1 << count) - 1
+            if (right & wanted) != wanted:
+                poke_i32(failed, np.int32(1))
+
+
+@compiled
+def code_part(
+    encode: int, y: int, dtype: int, codes: int, failed: int, scales: int, points: int, origins: int,
+    table: int, grid: int, words: int, parts: int, control: int,
+) -> None:  # fmt: skip
+    """Encode values into bytes (``encode`` 1), or decode bytes into values (0).
+
+    Args:
+        encode: the direction.
+        y: address of the values.
+        dtype: dtype of the values.
+        codes: address of the bytes.
+        failed: address of an int32 that becomes 1 where a value is not what its byte decodes to.
+        scales: address of the float32 scales.
+        points: address of the int32 zero points, or 0.
+        origins: address of the float32 minvals, or 0.
+        table: address of the layout's table.
+        grid: address of the grid's words.
+        words: number of vectors of the flat tensor.
+        parts: see ``walking.first_part``.
+        control: see ``walking.first_part``.
+    """
+    part = first_part(control)
+    while part < parts:
+        begin, end = words * part // parts, words * (part + 1) // parts
+        code_tiles(encode, y, dtype, codes, failed, scales, points, origins, table, grid, begin, end)
+        part = next_part(control, part)

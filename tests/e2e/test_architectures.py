@@ -1,0 +1,72 @@
+"""Real architectures through graph mode: weights, weights and activations, and training, each to the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+from .architectures import NAMES, Architecture, build
+
+pytest.importorskip("transformers")
+
+QUICK = ("resnet", "vit", "llama", "unet")
+
+
+def outputs(architecture: Architecture, model: Any) -> list[torch.Tensor]:
+    """Return the floating-point results of a model, in order."""
+    result = model(*architecture.args, **architecture.kwargs)
+    entries = list(result.values()) if isinstance(result, dict) else [result]
+    return [leaf for leaf in tree_leaves(entries) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def run(name: str, kind: str) -> None:
+    """Prepare, calibrate or train, finalize; compare the prepared with the finalized model and with the float one."""
+    architecture = build(name)
+    with torch.no_grad():
+        expected = outputs(architecture, architecture.model)[0]
+    config = QuantizerConfig.presets.w8() if kind == "w8" else QuantizerConfig()
+    quantizer = Quantizer(architecture.model, config)
+    prepared: Any = quantizer.prepare(architecture.args, example_kwargs=architecture.kwargs)
+    if kind == "w8a8":
+        with quantizer.calibration_mode(), torch.no_grad():
+            for _ in range(2):
+                outputs(architecture, prepared)
+    if kind == "qat":
+        optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-4)
+        with quantizer.training_mode():
+            for _ in range(3):
+                optimizer.zero_grad()
+                outputs(architecture, prepared)[0].float().square().mean().backward()
+                optimizer.step()
+    prepared.eval()
+    finalized = quantizer.finalize(backend="_torch")
+    with torch.no_grad():
+        before, after = outputs(architecture, prepared), outputs(architecture, finalized)
+    assert len(before) == len(after)
+    for mine, final in zip(before, after, strict=True):
+        assert mine.isfinite().all()
+        assert torch.equal(mine, final)
+    if kind != "qat":
+        noise = (expected.double() - after[0].double()).square().sum()
+        decibel = 10 * torch.log10(expected.double().square().sum() / noise)
+        assert decibel > (30 if kind == "w8" else 12)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "qat"])
+@pytest.mark.parametrize("name", QUICK)
+def test_quick(name: str, kind: str) -> None:
+    """Output finite, finalized equals prepared bit for bit, and close to the float model."""
+    run(name, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["w8", "w8a8", "qat"])
+@pytest.mark.parametrize("name", NAMES)
+def test_matrix(name: str, kind: str) -> None:
+    """The same for every architecture and way."""
+    run(name, kind)

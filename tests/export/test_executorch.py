@@ -1,0 +1,63 @@
+"""ExecuTorch programs run in its Python runtime and give what the prepared model computes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("executorch.exir")
+
+from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.quantization import QuantizationSpec
+
+from .models import CHANNEL, W8, ConvNet, Mlp, blocks, built, prepared, sqnr
+
+ACTIVATIONS = {
+    "none": None,
+    "int8 asymmetric": QuantizationSpec(qscheme="asymmetric"),
+    "uint8": QuantizationSpec(dtype="uint8", qscheme="asymmetric"),
+    "clipped": QuantizationSpec(qscheme="symmetric_with_clipping"),
+    "dynamic": QuantizationSpec(qscheme="asymmetric", qparam_calculator_cls="dynamic"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kind"),
+    [
+        ("none", "eager", ConvNet),
+        ("int8 asymmetric", "graph", ConvNet),
+        ("uint8", "eager", ConvNet),
+        ("clipped", "graph", ConvNet),
+        pytest.param("dynamic", "eager", Mlp, marks=pytest.mark.slow),
+        pytest.param("int8 asymmetric", "eager", ConvNet, marks=pytest.mark.slow),
+    ],
+)
+def test_int8_models(name, mode, kind, tmp_path):
+    """The runtime's output is the prepared model's; a sum in another order may move a code by one."""
+    model, x = built(kind)
+    _, ready = prepared(model, x, W8, ACTIVATIONS[name], mode)
+    path = export_executorch(ready, (x,), tmp_path / "model.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > 35
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantizationSpec(dtype="int4", granularity=blocks(32)),
+        QuantizationSpec(dtype="float8_e4m3fn", granularity=CHANNEL),
+    ],
+)
+def test_other_weights_are_dense_and_exact(spec, tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, spec)
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "model.pte"), (x,))
+    assert sqnr(ready(x), found) > 110
+
+
+def test_int8_layers_are_delegated_and_small(tmp_path):
+    """Weights take one byte each in the file."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec(qscheme="asymmetric"), "graph")
+    path = export_executorch(ready, (x,), tmp_path / "model.pte")
+    dense = sum(p.nbytes for p in model.parameters())
+    assert path.stat().st_size < 0.6 * dense

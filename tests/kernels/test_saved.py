@@ -1,0 +1,209 @@
+"""Saved tensors as codes: the same bits after decoding, a quarter of the memory, and never a wrong gradient."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernel_comparing import assert_same
+from kernel_strategies import Case, cases
+
+from bitwright import kernels
+from bitwright.kernels import Grid, reference, saved_as_codes
+
+fused = pytest.importorskip("bitwright.kernels.cpu.fused")
+
+INT8 = Grid(torch.int8, -128, 127)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases(most=1500))
+def test_every_tensor_is_decoded_to_its_bits_or_refused(case: Case) -> None:
+    """Whatever was fake-quantized comes back the same; only what is not finite may be refused."""
+    options = {"block_size": case.block_size, "grid": case.grid}
+    y, *made = reference.observe_and_fake_quantize(case.x, scheme=case.scheme, scale_dtype=case.scale_dtype, **options)
+    codes = fused.encode(y, *made, **options)
+    if codes is None:
+        # A bfloat16 or half result may also overflow, or lose codes where steps are below its precision.
+        assert not bool(torch.isfinite(y).all()) or not bool(torch.isfinite(made[0]).all())
+        return
+    assert codes.dtype == torch.uint8
+    assert codes.numel() == y.numel()
+    again = torch.empty_like(y)
+    fused.decode(codes, again, *made, **options)
+    assert_same(again, y)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"])
+def test_every_float_code(name: str) -> None:
+    """All finite values of a float format, at several scales."""
+    from bitwright.formats import decode, format_of
+
+    fmt = format_of(name)
+    values = decode(torch.arange(fmt.count).to(torch.uint8), fmt)
+    values = values[torch.isfinite(values)]
+    grid = Grid(fmt.dtype, fmt.minimum, fmt.maximum)
+    for scale in (1.0, 0.3, 2.0**-30):
+        made = (torch.tensor([scale]), None, None)
+        options = {"block_size": tuple(values.shape), "grid": grid}
+        y = values * scale
+        codes = fused.encode(y, *made, **options)
+        assert codes is not None
+        again = torch.empty_like(y)
+        fused.decode(codes, again, *made, **options)
+        assert_same(again, y)
+
+
+class Layers(torch.nn.Module):
+    """Fake-quantized weights and activations through linear, convolution and matmul, with views and a residual add."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(64, 64, dtype=dtype)
+        self.conv = torch.nn.Conv2d(4, 4, 3, padding=1, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def q(t: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
+            return kernels.observe_and_fake_quantize(t, block_size=block, grid=INT8, scheme="asymmetric")[0]
+
+        a = q(x, tuple(x.shape))
+        h = torch.nn.functional.linear(a, q(self.linear.weight, (1, 64)), self.linear.bias)
+        h = q(torch.relu(h), tuple(h.shape)) + a
+        image = q(h, tuple(h.shape)).view(-1, 4, 16, 16)
+        image = torch.nn.functional.conv2d(image, q(self.conv.weight, (1, 4, 3, 3)), self.conv.bias, padding=1)
+        image = q(image, tuple(image.shape))
+        return (image @ image.mT).tanh()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_bits(dtype: torch.dtype) -> None:
+    """A small network of every kind of consumer."""
+    results = []
+    for codes in (False, True):
+        model = Layers(dtype)
+        x = torch.randn(32, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        if codes:
+            with saved_as_codes(minimum=1):
+                y = model(x)
+        else:
+            y = model(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for mine, expected in zip(results[1], results[0], strict=True):
+        assert_same(mine, expected)
+
+
+def _held(layers: int, codes: bool) -> int:
+    """Bytes that a chain of linear layers with fake-quantized activations holds for the backward pass."""
+    sizes: dict[int, int] = {}
+
+    def seen(kept: Any) -> None:
+        for t in kept:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+
+    weight = torch.randn(128, 128, requires_grad=True)
+    h = torch.randn(512, 128, requires_grad=True)
+    context = saved_as_codes() if codes else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with context:
+        for _ in range(layers):
+            made = (torch.tensor([[0.05]]), torch.zeros(1, 1, dtype=torch.int32), None)
+            h = kernels.fake_quantize(h, *made, block_size=tuple(h.shape), grid=INT8) @ weight
+    node = h.grad_fn
+    while node is not None:
+        for name in ("_raw_saved_self", "_raw_saved_mat2"):
+            raw = getattr(node, name, None)
+            if raw is not None:
+                data = raw.data
+                if isinstance(data, tuple):
+                    seen([data[0]])
+                elif isinstance(data, torch.Tensor):
+                    seen([data])
+                else:
+                    seen([data.coded._codes])
+        node = node.next_functions[0][0] if node.next_functions else None
+    return sum(sizes.values())
+
+
+def test_a_quarter_of_the_memory() -> None:
+    """What a linear layer keeps of its fake-quantized input shrinks to one byte per element."""
+    weight = 128 * 128 * 4
+    assert _held(4, codes=False) == 4 * 512 * 128 * 4 + weight
+    assert _held(4, codes=True) == 4 * 512 * 128 + weight
+
+
+def test_tensors_with_nan_are_kept() -> None:
+    """What has no code is saved as it is, and the gradient has its NaN where it had it."""
+    gradients = []
+    for codes in (False, True):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+        x[3, 5] = math.nan
+        w = torch.ones(64, 64, requires_grad=True)
+        x.requires_grad_()
+        made = (torch.tensor([[0.1]]), None, None)
+        with saved_as_codes(minimum=1) if codes else torch.enable_grad():
+            y = kernels.fake_quantize(x, *made, block_size=(64, 64), grid=INT8) @ w
+        y.sum().backward()
+        gradients.append(w.grad)
+    assert_same(gradients[1], gradients[0])
+
+
+def test_parameters_may_change_before_the_backward_pass() -> None:
+    """The codes are decoded with the parameters they were made with."""
+    x = torch.randn(64, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+    scale = torch.tensor([[0.1]])
+    with saved_as_codes(minimum=1):
+        q = kernels.fake_quantize(x, scale, None, None, block_size=(64, 64), grid=INT8)
+        y = q @ w
+        scale.mul_(3)
+    expected = q.detach().T @ torch.ones(64, 64)
+    y.sum().backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, expected)
+
+
+def test_a_result_changed_in_place_is_kept_as_it_is() -> None:
+    """A mark holds only for the values it was made for."""
+    x = torch.randn(64, 64, requires_grad=True)
+    w = torch.randn(64, 64, requires_grad=True)
+    with saved_as_codes(minimum=1):
+        q = kernels.fake_quantize(x, torch.tensor([[0.1]]), None, None, block_size=(64, 64), grid=INT8)
+        q.mul_(0.77)
+        y = q @ w
+    y.sum().backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, q.detach().T @ torch.ones(64, 64))
+
+
+def test_changing_a_saved_tensor_is_still_an_error() -> None:
+    """Autograd's check of in-place changes is not lost."""
+    a = torch.randn(8, 8, requires_grad=True)
+    b = torch.randn(8, 8)
+    with saved_as_codes(minimum=1):
+        y = (a * 1) * b
+        b.add_(1)
+    with pytest.raises(RuntimeError, match="changed by an in-place operation"):
+        y.sum().backward()
+
+
+def test_outside_of_the_context_nothing_is_marked() -> None:
+    """The mark costs nothing where it is not wanted."""
+    x = torch.randn(64, 64, requires_grad=True)
+    assert not vars(kernels.fake_quantize(x, torch.ones(1), None, None, block_size=(64, 64), grid=INT8))
+    with saved_as_codes(minimum=1 << 20):
+        assert not vars(kernels.fake_quantize(x, torch.ones(1), None, None, block_size=(64, 64), grid=INT8))
+
+
+def test_results_that_are_saved_do_not_hold_themselves() -> None:
+    """An operation that saves its own result does not make a cycle that keeps it in memory."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with saved_as_codes(minimum=1):
+        y = kernels.fake_quantize(x, torch.ones(1), None, None, block_size=(64, 64), grid=INT8).tanh()
+    gone = weakref.ref(y)
+    del y
+    assert gone() is None
