@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
 import socket
 import xml.etree.ElementTree as ET
@@ -12,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+import bitwright
 from bitwright.inspection import diagnostics
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +69,10 @@ def test_tutorial_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             exec(compile("".join(cell["source"]), "tutorial.ipynb", "exec"), scope)
 
 
-@pytest.mark.slow
-def test_site_builds_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A strict build, with sockets forbidden; pages refer to no other host for scripts, styles and fonts."""
+def test_site_builds_and_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strict build with sockets forbidden: nothing comes from other hosts, every public name has an entry."""
     pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -77,8 +81,30 @@ def test_site_builds_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket.socket, "connect", forbidden)
     monkeypatch.chdir(ROOT)
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
-    start = (tmp_path / "site" / "index.html").read_text()
-    assert not re.findall(r'<(?:script|img)[^>]+src="https?://', start)
-    assert not re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="https?://', start)
-    assert "ModelInspector" in (tmp_path / "site" / "api" / "inspection.html").read_text()
+    site = tmp_path / "site"
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(site), strict=True))
+    pages = {str(page.relative_to(site)): page.read_text() for page in site.rglob("*.html")}
+    assert [name for name, text in pages.items() if _OUTSIDE.search(text)] == []
+    assert _names_without_entry("".join(text for name, text in pages.items() if name.startswith("api"))) == []
+    reference = pages["api/inspection.html"]
+    shown = sum(block.count("&gt;&gt;&gt;") for block in re.findall(r"<pre>.*?</pre>", reference, re.DOTALL))
+    assert shown == reference.count("&gt;&gt;&gt;") > 5, "examples stand outside code blocks"
+
+
+_OUTSIDE = re.compile(
+    r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//|<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(?:https?:)?//'
+)
+
+
+def _names_without_entry(reference: str) -> list[str]:
+    """Return the classes and functions in the ``__all__`` of public packages that have no entry in the reference."""
+    entries = {entry.rpartition(".")[2] for entry in re.findall(r'id="(bitwright[\w.]*)"', reference)}
+    missing = []
+    for info in pkgutil.walk_packages(bitwright.__path__, "bitwright."):
+        if not info.ispkg or any(part.startswith("_") for part in info.name.split(".")) or ".kernels." in info.name:
+            continue
+        namespace = importlib.import_module(info.name)
+        values = {name: getattr(namespace, name) for name in getattr(namespace, "__all__", ())}
+        known = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
+        missing += [f"{info.name}.{name}" for name, value in known.items() if value.__name__ not in entries]
+    return missing
