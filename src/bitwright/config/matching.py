@@ -363,7 +363,8 @@ def lookup_spec(spec_dict: Mapping[Any, Any], keys: Sequence[str | int]) -> Spec
     matched = [key for key in spec_dict if key in keys and key != ALL_TENSORS]
     if len(matched) > 1:
         _logger.warning(
-            "A tensor known as %s is named by several keys of one spec: %s. The last one, %r, is used.",
+            "A tensor known as %s is named by several keys %s of one spec: Components dict contains multiple "
+            "specifications for it. The last one, %r, is used.",
             list(keys),
             matched,
             matched[-1],

@@ -159,13 +159,17 @@ def coreai_activation(simulator: FakeQuantizeImplBase) -> nn.Sequential:
         modules["widen"] = _Cast(torch.float32)
     if operands.low is not None or operands.high is not None:
         modules["clamp"] = ClampToRange(operands)
-    common = {"zero_point": operands.zero_point, "minval": operands.minval, "axis": operands.axis}
-    modules["quantize"] = layers.ActivationQuantizeModule(operands.scale, operands.dtype, **common)
+
+    def parameters() -> dict[str, torch.Tensor | int | None]:  # of each module its own: safetensors refuses shared ones
+        tensors = {"scale": operands.scale, "zero_point": operands.zero_point, "minval": operands.minval}
+        return {
+            **{name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()},
+            "axis": operands.axis,
+        }
+
+    modules["quantize"] = layers.ActivationQuantizeModule(output_dtype=operands.dtype, **parameters())
     modules["dequantize"] = layers.ActivationDequantizeModule(
-        operands.scale,
-        input_dtype=operands.dtype if operands.is_integer else None,
-        output_dtype=torch.float32,
-        **common,
+        input_dtype=operands.dtype if operands.is_integer else None, output_dtype=torch.float32, **parameters()
     )
     if cast:
         modules["narrow"] = _Cast(operands.compute_dtype)

@@ -47,11 +47,13 @@ def unsupported_weight(tensor: CompressedTensor[Any]) -> str | None:
         return "Core AI has no float64; convert the model to float32 first"
     if not isinstance(tensor, QuantizedTensor) or tensor.layout.format != _FP4:
         return None
-    blocks = tensor.layout.block_size
-    if not blocks or blocks[-1] != FP4_BLOCK or any(size != 1 for size in blocks[:-1]):
+    blocks, rank = tuple(tensor.layout.block_size), len(tensor.layout.shape)
+    needed = (*[1] * (rank - 1), FP4_BLOCK)
+    if blocks != needed:
         return (
-            f"Core AI holds FP4 weights in blocks of {FP4_BLOCK} along the last axis and 1 along the others, "
-            f"not in blocks of {tuple(blocks)}; use PerBlockGranularity(axis=-1, block_size={FP4_BLOCK})"
+            f"FP4 quantization requires PerBlockGranularity with blocks of {FP4_BLOCK} along the last axis here. FP4 "
+            f"export requires per-axis block sizes {needed} for a {rank}D weight, not {blocks}; use "
+            f"PerBlockGranularity(axis=-1, block_size={FP4_BLOCK})"
         )
     if tensor.layout.scale_dtype != "float8_e8m0fnu":
         return "Core AI holds FP4 weights with power-of-two scales (scale_dtype float8_e8m0fnu)"

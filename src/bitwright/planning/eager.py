@@ -14,11 +14,11 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 
 from .eager_activations import request_activations
-from .ops import QUANTIZER_EAGER_OPS
+from .ops import eager_op_key
 from .plan import Placement, Plan, PlanRow, Problem
 from .quantized import Resolution, quantized_bytes, resolve_activation, resolve_weight
 from .stacking import kinds_on, masked_bytes, stacking_problem
-from .states import StateDecision, decide_states
+from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
 
 __all__ = ["plan_eager_quantization"]
@@ -46,7 +46,7 @@ def plan_eager_quantization(
         builder.add_activation(
             Placement(spec, CompressionTargetTensor.ACTIVATION, rule, path, sites=[site]), resolution
         )
-    return builder.build(unmatched_problems(rules))
+    return builder.build([*unquantizable_problems(program, op_rules), *unmatched_problems(rules)])
 
 
 class OpRules:
@@ -59,7 +59,7 @@ class OpRules:
     def __call__(self, op: Op) -> OpRule | None:
         """Return the rule of ``op``, None where quantization does not know the op."""
         if id(op) not in self._found:
-            key = QUANTIZER_EAGER_OPS.get(op.type)
+            key = eager_op_key(op.type)
             types = dict.fromkeys((key, op.type)) if key is not None else {}
             self._found[id(op)] = (
                 resolve_op_rule(self._rules[op.module_path], op.name, tuple(types)) if key is not None else None

@@ -47,11 +47,10 @@ def _input(program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None,
         specs = rules[path].module_input_spec
         if specs and path in program.calls:
             call = program.calls[path]
-            for index, value in enumerate(call.inputs):
-                if value is argument.value:
-                    match = lookup_spec(specs, (index, call.input_names[index]))
-                    if match.found:
-                        return match, f"{rules[path].describe()}.module_input_spec[{match.key!r}]", path
+            positions = [index for index, value in enumerate(call.inputs) if value is argument.value]
+            match = lookup_spec(specs, [key for index in positions for key in (index, call.input_names[index])])
+            if positions and match.found:
+                return match, f"{rules[path].describe()}.module_input_spec[{match.key!r}]", path
     if op_rule is None:
         return None
     index = argument.index if argument.item is None else argument.item

@@ -10,13 +10,16 @@ from bitwright.program import Op, StateTensor
 
 __all__ = [
     "PALETTIZER_OPS",
+    "EAGER_FAMILIES",
     "PRUNER_OPS",
     "QUANTIZER_EAGER_OPS",
     "ROLE_NAMED_OPS",
     "AxisConflictError",
     "WeightAxes",
+    "FunctionFamily",
     "default_weight_axes",
     "state_keys",
+    "eager_op_key",
 ]
 
 
@@ -84,6 +87,29 @@ QUANTIZER_EAGER_OPS: Mapping[str, str] = MappingProxyType(
 """Function name to ``op_type_config`` key, eager quantization."""
 
 PALETTIZER_OPS: Mapping[str, str] = MappingProxyType(
+
+@dataclass(slots=True)
+class FunctionFamily:
+    """The functions that one ``op_type_config`` key stands for; one that is taken out is no longer recognised."""
+
+    ops: list[str]
+
+
+EAGER_FAMILIES: Mapping[str, FunctionFamily] = MappingProxyType(
+    {
+        key: FunctionFamily([function for function, of in QUANTIZER_EAGER_OPS.items() if of == key])
+        for key in dict.fromkeys(QUANTIZER_EAGER_OPS.values())
+    }
+)
+"""``op_type_config`` key to its functions, eager quantization."""
+
+
+def eager_op_key(function: str) -> str | None:
+    """Return the ``op_type_config`` key of a function, None where eager quantization does not recognise it."""
+    key = QUANTIZER_EAGER_OPS.get(function)
+    return key if key is not None and function in EAGER_FAMILIES[key].ops else None
+
+
     {name: name for name in (*_WEIGHTED, "embedding", "multi_head_attention_forward", *_RNNS)}
 )
 """Function name to ``op_type_config`` key, palettization."""

@@ -123,7 +123,8 @@ def _unresolved(kind: str, where: str, granularity: object, rule: str) -> Proble
     return Problem(
         "axis-unresolved",
         where,
-        f"{kind} fake-quantize modules with unresolved axis=None: {type(granularity).__name__} asked for by {rule} "
+        f"{kind} fake-quantize modules with unresolved axis=None{' remain' if kind == 'Weight' else ''}: "
+        f"{type(granularity).__name__} asked for by {rule} "
         "has no axis, and no op that consumes the tensor gives a default. Set the axis in the spec, or exclude the "
         "tensor with None.",
         Severity.ERROR,
@@ -136,7 +137,7 @@ def _with_blocks(
     try:
         block_size = spec.granularity.get_block_size(shape, target)
     except _BlockSizeMismatchError as error:
-        message = f"{error} ({rule}), so it stays unquantized. Choose a block size that divides it."
+        message = f"Skipping quantization: {error} ({rule}). Choose a block size that divides it."
         return Resolution(None, note="block size does not divide", problem=Problem("block-size", where, message))
     except ValueError as error:
         message = f"{error} (asked for by {rule}, tensor shape {shape})."

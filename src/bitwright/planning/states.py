@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright.config.matching import ModuleRules, OpRule, lookup_spec
+from bitwright.config.spec_dicts import ALL_TENSORS
 from bitwright.program import Op, Program, StateTensor
 
 from .ops import state_keys
+from .plan import Problem
+from .weight_views import state_read_by
 
-__all__ = ["StateDecision", "decide_states"]
+__all__ = ["StateDecision", "decide_states", "unquantizable_problems"]
 
 _STRONGEST = -1
 
@@ -96,3 +99,25 @@ def _keep_stronger(decisions: dict[str, StateDecision], new: StateDecision) -> N
     known = decisions.get(new.state.name)
     if known is None or (new.found and not known.found) or (new.found and new.priority <= known.priority):
         decisions[new.state.name] = new
+
+
+def unquantizable_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
+    """Return a problem for each state that a key of ``op_state_spec`` names although it holds no real numbers."""
+    problems: dict[str, Problem] = {}
+    for op in program.ops:
+        op_rule = op_rule_of(op)
+        if op_rule is None:
+            continue
+        states = [argument.value.state for argument in op.arguments if argument.value.state is not None]
+        for state in states:
+            if state.tensor.is_floating_point():
+                continue
+            match = lookup_spec(op_rule.op_state_spec, state.attributes)
+            if match.spec is not None and match.key != ALL_TENSORS:
+                message = (
+                    f"Config is attempting to set state {state.name!r}, which is of dtype {state.tensor.dtype}: only "
+                    "floating-point tensors are quantized, so it stays as it is. Remove the key."
+                )
+                where = f"{op_rule.describe()}.op_state_spec[{match.key!r}]"
+                problems[state.name] = Problem("not-quantizable", where, message)
+    return list(problems.values())

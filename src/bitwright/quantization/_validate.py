@@ -47,7 +47,7 @@ def _refuse_names(where: str, specs: Mapping[Any, Any] | None) -> None:
     for key in specs or {}:
         if isinstance(key, str) and key != "*":
             raise NotImplementedError(
-                f"{where}: the key {key!r} names a tensor. Tensors of an op are given by position (0, 1, ...) or '*'."
+                f"{where}: the key {key!r} names a tensor. Only integer indices or '*' name the tensors of an op."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,17 @@ from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
 from ._validate import check_config
 from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
+from ._views import _Views
 from .spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["Quantizer"]
 
 
-class Quantizer(_BaseModelCompressor):
+# Problems of a plan are warnings, and records for services that collect logs. The latter are not to be printed as well.
+_logger = logging.getLogger(__name__)
+_logger.addHandler(logging.NullHandler())
+
+class Quantizer(_Views, _BaseModelCompressor):
     """Quantizes a model: ``prepare``, then calibrate or train, then ``finalize``.
 
     Eager mode works on the model in place; graph mode leaves it alone and works on an exported copy of its program.
@@ -405,3 +411,4 @@ def _report(problems: list[Problem], strict: bool) -> None:
         raise PlanError(f"The configuration cannot be applied; {len(fatal)} problem(s):\n{listed}", tuple(fatal))
     for problem in problems:
         warnings.warn(f"{problem}", ConfigMatchWarning, stacklevel=3)
+        _logger.warning("%s", problem)

@@ -31,7 +31,8 @@ class EagerEngine(Engine):
         super().__init__(model, config)
         if config.preserved_attributes:
             warnings.warn(
-                "preserved_attributes has no effect in eager mode: the model keeps all its attributes.", stacklevel=4
+                "'preserved_attributes' is only supported in graph mode. In eager mode the model keeps all attributes.",
+                stacklevel=4,
             )
         self._paths: dict[str, str] = {}
         self._stacks: Mapping[str, tuple[nn.Module, ...]] = {}
