@@ -9,17 +9,17 @@ from types import MappingProxyType
 from bitwright.program import Op, StateTensor
 
 __all__ = [
-    "PALETTIZER_OPS",
     "EAGER_FAMILIES",
+    "PALETTIZER_OPS",
     "PRUNER_OPS",
     "QUANTIZER_EAGER_OPS",
     "ROLE_NAMED_OPS",
     "AxisConflictError",
-    "WeightAxes",
     "FunctionFamily",
+    "WeightAxes",
     "default_weight_axes",
-    "state_keys",
     "eager_op_key",
+    "state_keys",
 ]
 
 
@@ -86,7 +86,6 @@ QUANTIZER_EAGER_OPS: Mapping[str, str] = MappingProxyType(
 )
 """Function name to ``op_type_config`` key, eager quantization."""
 
-PALETTIZER_OPS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(slots=True)
 class FunctionFamily:
@@ -110,6 +109,7 @@ def eager_op_key(function: str) -> str | None:
     return key if key is not None and function in EAGER_FAMILIES[key].ops else None
 
 
+PALETTIZER_OPS: Mapping[str, str] = MappingProxyType(
     {name: name for name in (*_WEIGHTED, "embedding", "multi_head_attention_forward", *_RNNS)}
 )
 """Function name to ``op_type_config`` key, palettization."""
