@@ -102,10 +102,10 @@ class _BaseModelCompressor(ABC):
         model._buffers.pop(_COREAI_OPT_PREPARED_ATTR, None)
         model._non_persistent_buffers_set.discard(_COREAI_OPT_PREPARED_ATTR)
 
-    def _require_prepared(self, model: nn.Module) -> None:
+    def _require_prepared(self, model: nn.Module, action: str = "this") -> None:
         if not self._is_model_prepared(model):
             raise RuntimeError(
-                f"Model has not been prepared. Call {type(self).__name__}.prepare(example_inputs) first."
+                f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
             )
 
     @contextmanager

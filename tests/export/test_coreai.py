@@ -102,6 +102,17 @@ def test_half_precision_in_torch(dtype, mode, formulation):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_graphs_store_parameters_in_half_precision(dtype):
+    """Scales and minvals are computed in the model's dtype, so that its buffers hold them; the ops get float32."""
+    model, x = built(Mlp, dtype)
+    spec = _spec("int4", qformulation="minval")
+    final = prepared(model, x, spec, QuantizationSpec(qformulation="minval"), "graph")[0].finalize(backend="coreai")
+    found = {name: tensor.dtype for name, tensor in final.named_buffers() if name.endswith(("_scale", "_minval"))}
+    assert len(found) == 10
+    assert set(found.values()) == {dtype}
+
+
 QUICK = ["int8", "int4 blocks", "int3", "int8 minval clipped", "mxfp8", "fp4"]
 
 
@@ -212,8 +223,9 @@ def test_graph_buffers_and_nodes():
     assert {"up_weight_quantized", "up_weight_scale", "up_weight_zero_point"} <= buffers.keys()
     assert "activation_post_process_0_scale" in buffers
     assert buffers["up_weight_quantized"].dtype == torch.int8
-    names = [node.target.name() for node in final.graph.nodes if node.op == "call_function"]
-    assert names.count("coreai::quantize") == names.count("coreai::dequantize") == 3
+    ops = torch.ops.coreai
+    counts = [len(final.graph.find_nodes(op="call_function", target=op)) for op in (ops.quantize, ops.dequantize)]
+    assert counts == [3, 3]
     assert final.up.weight.numel() == 0
     assert ready.up.weight is dense
     assert dense.numel() == 96 * 64
@@ -268,6 +280,24 @@ def test_tied_weights_share_their_module():
     assert torch.equal(final(x), expected)
 
 
+def test_tied_weights_are_released_under_all_names():
+    """The dense form of a tied weight goes, also under the name that the forward never reads."""
+
+    class Spare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spare, self.used = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.used.weight = self.spare.weight
+
+        def forward(self, x):
+            return self.used(x)
+
+    quantizer, ready = prepared(Spare(), torch.randn(2, 64), W8, mode="graph")
+    final = quantizer.finalize(backend="coreai")
+    assert final.spare.weight.numel() == final.used.weight.numel() == 0
+    assert ready.spare.weight.numel() == 64 * 64
+
+
 REFUSED = {
     "fp4 in blocks of 16": (_spec("float4_e2m1fn_x2", blocks(16)), None, "blocks of 32 along the last axis"),
     "fp4 per channel": (_spec("float4_e2m1fn_x2"), None, "blocks of 32 along the last axis"),
@@ -289,7 +319,7 @@ def test_what_core_ai_lacks_is_refused_and_nothing_is_touched(name, mode, tmp_pa
     before, y = copy.deepcopy(ready.state_dict()), ready(x)
     with pytest.raises(ValueError, match=words) as raised:
         quantizer.finalize(backend="coreai", mmap_dir=str(tmp_path / "maps"))
-    assert mode == "eager" or weight is not W8 or isinstance(raised.value, RuntimeError)
+    assert mode == "eager" or isinstance(raised.value, RuntimeError)
     after = ready.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -317,7 +347,7 @@ def test_a_registered_handler_takes_over(monkeypatch):
 def test_a_graph_without_simulators_is_refused():
     model, x = built(Mlp)
     quantizer, _ = prepared(model, x, None, None, "graph")
-    with pytest.raises(ValueError, match="no fake quant nodes"):
+    with pytest.raises(ValueError, match="no fake quantization nodes"):
         quantizer.finalize(backend="coreai")
 
 

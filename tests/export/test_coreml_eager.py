@@ -144,7 +144,7 @@ def test_a_second_finalize_is_refused():
     model, x = built(Mlp)
     quantizer, _ = prepared(model, x, W8)
     quantizer.finalize(backend="coreml")
-    with pytest.raises(RuntimeError, match="not been prepared"):
+    with pytest.raises(RuntimeError, match="must be prepared before finalization"):
         quantizer.finalize(backend="coreml")
 
 

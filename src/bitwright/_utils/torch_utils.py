@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["export_model"]
+from bitwright.formats import format_of
+
+__all__ = ["export_model", "get_n_bits_from_dtype", "is_float4_dtype"]
 
 
 def export_model(
@@ -19,3 +21,13 @@ def export_model(
         module = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes).module()
     assert isinstance(module, fx.GraphModule)
     return module
+
+
+def get_n_bits_from_dtype(dtype: torch.dtype) -> int:
+    """Return the bits of one code of a quantized dtype."""
+    return format_of(dtype).bits
+
+
+def is_float4_dtype(dtype: torch.dtype | str) -> bool:
+    """Return whether a dtype, or its name, is the FP4 format."""
+    return "float4" in str(dtype)

@@ -41,6 +41,7 @@ def weight_buffers(tensor: CompressedTensor[Any], base: str, files: MappedFiles 
         "base": base,
         "input_dtype": operands.get("input_dtype"),
         "output_dtype": operands.get("output_dtype"),
+        "stored_as": tensor.dtype,
         "round_to": None if produced == tensor.dtype else tensor.dtype,
     }
 
@@ -51,12 +52,18 @@ def emit_weight(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any])
     read: dict[str, fx.Node] = {}
     with graph.inserting_before(node):
         for name, tensor in operands["buffers"].items():
-            read[name.removeprefix(f"{base}_")] = _read_buffer(module, name, tensor)
+            role = name.removeprefix(f"{base}_")
+            wide = tensor.dtype == torch.float32 and role in ("scale", "minval")
+            read[role] = (
+                _read_parameter(module, name, tensor, operands["stored_as"])
+                if wide
+                else _read_buffer(module, name, tensor)
+            )
         arguments = (
             read["quantized"], read["scale"], read.get("zero_point"), read.get("minval"), operands["input_dtype"],
         )  # fmt: skip
         options = {} if operands["output_dtype"] is None else {"output_dtype": operands["output_dtype"]}
-        new = graph.call_function(torch.ops.coreai.constexpr_blockwise_shift_scale.default, arguments, options)
+        new = graph.call_function(torch.ops.coreai.constexpr_blockwise_shift_scale, arguments, options)
         if operands["round_to"] is not None:
             new = _cast(graph, new, operands["round_to"])
     _take_place(node, new)
@@ -75,18 +82,18 @@ def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuanti
         if cast:
             x = _cast(graph, x, torch.float32)
         x = _clamp(module, x, operands, name, _rank(node))
-        scale = _read_buffer(module, f"{name}_scale", operands.scale)
+        scale = _read_parameter(module, f"{name}_scale", operands.scale, operands.compute_dtype)
         options: dict[str, Any] = {}
         for kind in ("zero_point", "minval"):
             parameter = getattr(operands, kind)
             if parameter is not None:
-                options[kind] = _read_buffer(module, f"{name}_{kind}", parameter)
+                options[kind] = _read_parameter(module, f"{name}_{kind}", parameter, operands.compute_dtype)
         options["axis"] = operands.axis
-        quantized = graph.call_function(torch.ops.coreai.quantize.default, (x, scale, operands.dtype), options)
+        quantized = graph.call_function(torch.ops.coreai.quantize, (x, scale, operands.dtype), options)
         if operands.is_integer:
             options = {**options, "input_dtype": operands.dtype}
         options = {**options, "output_dtype": torch.float32}
-        new = graph.call_function(torch.ops.coreai.dequantize.default, (quantized, scale), options)
+        new = graph.call_function(torch.ops.coreai.dequantize, (quantized, scale), options)
         if cast:
             new = _cast(graph, new, operands.compute_dtype)
     _take_place(node, new)
@@ -116,6 +123,13 @@ def _read_buffer(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.
     node = module.graph.get_attr(name)
     node.meta["val"] = tensor
     return node
+
+
+def _read_parameter(module: fx.GraphModule, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> fx.Node:
+    """Read a float32 parameter from a buffer in the model's dtype, if that holds it exactly."""
+    if tensor.dtype != torch.float32 or dtype == torch.float32 or not torch.equal(tensor.to(dtype).float(), tensor):
+        return _read_buffer(module, name, tensor)
+    return _cast(module.graph, _read_buffer(module, name, tensor.to(dtype)), torch.float32)
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:

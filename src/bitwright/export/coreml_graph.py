@@ -9,7 +9,10 @@ from .coreml import check_activation, coreml_activation
 from .coreml_weights import check_weight, mark_root, mark_weight
 from .graph import GraphSimulators, compressed
 
-__all__ = ["finalize_graph_coreml"]
+__all__ = ["ACTIVATION_PREFIX", "finalize_graph_coreml"]
+
+ACTIVATION_PREFIX = "_mil_act_quant_"
+"""Modules that quantize an activation and dequantize it at once are named by this and the simulator."""
 
 
 def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> None:
@@ -46,7 +49,7 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
         if simulator.is_disabled():
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             continue
-        name = f"_mil_act_quant_{node.name}"
+        name = f"{ACTIVATION_PREFIX}{node.name}"
         module.add_module(name, coreml_activation(simulator))
         with module.graph.inserting_before(node):
             new = module.graph.call_module(name, (node.args[0],))

@@ -10,8 +10,9 @@ from torch import nn
 from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
 from bitwright.common import CompressionType, CoreMLExportError
 
-__all__ = ["METADATA_VERSION", "check_weight", "mark_root", "mark_weight"]
+__all__ = ["METADATA_PREFIX", "METADATA_VERSION", "check_weight", "mark_root", "mark_weight"]
 
+METADATA_PREFIX = "_COREML_"
 METADATA_VERSION = 1
 
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -59,7 +60,7 @@ def _check_palette(tensor: PalettizedTensor, where: str) -> None:
 
 def mark_root(model: nn.Module) -> None:
     """Register the version of the metadata on the root module."""
-    _register(model, "_COREML_/metadata_version", torch.tensor(METADATA_VERSION))
+    _register(model, f"{METADATA_PREFIX}/metadata_version", torch.tensor(METADATA_VERSION))
 
 
 def mark_weight(owner: nn.Module, attribute: str, tensor: CompressedTensor[Any]) -> None:
@@ -67,7 +68,7 @@ def mark_weight(owner: nn.Module, attribute: str, tensor: CompressedTensor[Any])
     if isinstance(tensor, DenseTensor) and not tensor.is_sparse:
         return
     for key, value in _metadata(tensor).items():
-        _register(owner, f"_COREML_/{attribute}/{key}", value)
+        _register(owner, f"{METADATA_PREFIX}/{attribute}/{key}", value)
 
 
 def _register(module: nn.Module, name: str, value: torch.Tensor) -> None:

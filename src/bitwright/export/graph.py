@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,15 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .mapped import MappedFiles
 
-__all__ = ["GraphSimulators", "UnsupportedActivationError", "finalize_graph"]
+__all__ = ["GraphSimulators", "UnsupportedActivationError", "UnsupportedWeightError", "finalize_graph"]
 
 
 class UnsupportedActivationError(ValueError, RuntimeError):
     """The target cannot hold an activation of a graph."""
+
+
+class UnsupportedWeightError(ValueError, RuntimeError):
+    """The target cannot hold a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,8 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
     found = GraphSimulators.of(module)
     if not found.weights and not found.activations:
         raise ValueError(
-            f"The graph has no fake quant nodes, so there is nothing to export to {backend.value}. The configuration "
-            "matched nothing, or every tensor was left out; print quantizer.plan(example_inputs) to see why."
+            f"The graph has no fake quantization nodes, so there is nothing to export to {backend.value}. The "
+            "configuration matched nothing, or left every tensor out; print quantizer.plan(example_inputs) to see why."
         )
     _refuse_stateless(found, backend)
     if backend == ExportBackend.CoreAI:
@@ -149,7 +153,7 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
             tensor = compressed(module, weight)
             problem = unsupported_weight(tensor)
             if problem is not None:
-                raise ValueError(f"Weight {weight.target!r} cannot be exported to Core AI: {problem}.")
+                raise UnsupportedWeightError(f"Weight {weight.target!r} cannot be exported to Core AI: {problem}.")
             base = _unused(weight.target.replace(".", "_"), taken)
             dense = isinstance(tensor, DenseTensor)
             buffers.append(None if dense else weight_buffers(tensor, base, files))
@@ -205,10 +209,13 @@ def _unused(name: str, taken: dict[str, int]) -> str:
 def clean_up(module: fx.GraphModule) -> None:
     """Remove what nobody calls any more; dense weights that nobody reads become empty placeholders."""
     graph = module.graph
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.op == "get_attr" or simulator_of(module, node) is not None):
             if node.op == "get_attr":
-                _empty(module, str(node.target))
+                _empty(module, str(node.target), names_of)
             graph.erase_node(node)
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     for name, child in list(module._modules.items()):
@@ -218,13 +225,15 @@ def clean_up(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _empty(module: fx.GraphModule, target: str) -> None:
-    """Put an empty tensor in the place of one that no node reads."""
-    if any(str(node.target) == target and node.users for node in module.graph.find_nodes(op="get_attr", target=target)):
-        return
+def _empty(module: fx.GraphModule, target: str, names_of: Mapping[int, list[str]]) -> None:
+    """Put an empty tensor in the place of a parameter that no node reads, under all its names."""
     path, _, name = target.rpartition(".")
-    owner = module.get_submodule(path)
-    parameter = owner._parameters.get(name)
-    if parameter is not None:
-        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        owner._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    parameter = module.get_submodule(path)._parameters.get(name)
+    names = names_of.get(id(parameter), [])
+    if parameter is None or any(
+        node.users for name in names for node in module.graph.find_nodes(op="get_attr", target=name)
+    ):
+        return
+    empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
+    for path, _, attribute in (name.rpartition(".") for name in names):
+        module.get_submodule(path)._parameters[attribute] = empty

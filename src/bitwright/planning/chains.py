@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bitwright.config.matching import ModuleRules, OpLevel, OpRule, resolve_op_rule
 from bitwright.program import Op, Program, Value
@@ -53,16 +54,29 @@ class Chain:
         return self.ops[1] if len(self.ops) > 1 and canonical_name(self.ops[1].type) == "batch_norm" else None
 
 
-def find_chains(program: Program, rules: ModuleRules) -> list[Chain]:
-    """Return the chains of a graph program in order of execution, ranked. Takes time linear in the number of ops."""
+def find_chains(
+    program: Program, rules: ModuleRules, own_roles: Mapping[str, OpRole] = MappingProxyType({})
+) -> list[Chain]:
+    """Return the chains of a graph program in order of execution, ranked. Takes time linear in the number of ops.
+
+    Args:
+        program: the program.
+        rules: which part of the configuration owns which module.
+        own_roles: the user's roles by canonical op name. Such an op stays out of the chain in front of it where the
+            configuration has something stronger to say about it than about that chain.
+    """
     outputs = {id(value) for value in program.outputs}
     covered: set[int] = set()
     chains: list[Chain] = []
     for op in program.ops:
-        role = role_of(op)
+        role = own_roles.get(canonical_name(op.type)) or role_of(op)
         if role is None or id(op) in covered or not op.outputs:
             continue
         ops = _look_ahead(op, role, outputs)
+        for number, later in enumerate(ops[1:], 1):
+            if canonical_name(later.type) in own_roles and _strength(later, rules) < _strength(op, rules):
+                ops = ops[:number]
+                break
         covered.update(map(id, ops))
         key = _key(role, ops)
         rule = _resolve(op, rules, role.pattern, key)
@@ -94,6 +108,11 @@ def fused_problems(chains: Sequence[Chain]) -> list[Problem]:
 def _resolve(op: Op, rules: ModuleRules, *further: str) -> OpRule:
     spellings = dict.fromkeys((op.type, *op.aliases, *further))
     return resolve_op_rule(rules[op.module_path], op.name, tuple(spellings))
+
+
+def _strength(op: Op, rules: ModuleRules) -> tuple[int, int]:
+    rule = _resolve(op, rules)
+    return (rule.module_rule.level, rule.level)
 
 
 def _look_ahead(op: Op, role: OpRole, outputs: set[int]) -> tuple[Op, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from bitwright.quantization.spec import PerTensorGranularity
 from .chains import Chain, find_chains, fused_problems
 from .eager import PlanBuilder
 from .graph_boundaries import apply_boundaries
+from .graph_ops import OpRole
 from .kv_cache import apply_kv_caches
 from .merge_specs import effective, with_fields
 from .plan import Placement, Plan, Problem, Site
@@ -51,16 +53,19 @@ def boundary_paths(config: Any, model: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, rule in rules.items() if path and (rule.module_input_spec or rule.module_output_spec))
 
 
-def plan_graph_quantization(config: Any, model: nn.Module, program: Program) -> GraphDecisions:
+def plan_graph_quantization(
+    config: Any, model: nn.Module, program: Program, own_roles: Mapping[str, OpRole] = MappingProxyType({})
+) -> GraphDecisions:
     """Apply a ``QuantizerConfig`` to the program of an exported graph, in time nearly linear in its size.
 
     Args:
         config: the quantizer's configuration.
         model: the model that ``program`` was captured from; only its module tree is read.
         program: from :func:`bitwright.program.graph.capture_graph`.
+        own_roles: the user's own kinds of ops, see :func:`~bitwright.planning.chains.find_chains`.
     """
     rules = resolve_module_rules(config, model)
-    chains = find_chains(program, rules)
+    chains = find_chains(program, rules, own_roles)
     builder = PlanBuilder("graph")
     for decision in decide_states(program, rules, _rules_of(chains)).values():
         builder.add_weight(decision)

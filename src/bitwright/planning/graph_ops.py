@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from bitwright.program import Op, Value
 from bitwright.program.aten_names import canonical_name
+
+if TYPE_CHECKING:
+    from .slots import Slot
 
 __all__ = ["ACTIVATIONS", "OpRole", "Passthrough", "default_inputs", "is_float", "passthrough_of", "role_of"]
 
@@ -24,6 +28,8 @@ class OpRole:
         shares: output and inputs hold the same values, so that they have one set of parameters.
         inputs: positions of the inputs that ``"*"`` speaks about; None for all.
         outputs: how many outputs ``"*"`` speaks about; None for all.
+        sharing: which slots of an op that shares belong together, each time with True for one simulator and False
+            for one dtype; None for all of them.
     """
 
     pattern: str
@@ -32,6 +38,7 @@ class OpRole:
     shares: bool = False
     inputs: tuple[int, ...] | None = None
     outputs: int | None = None
+    sharing: Callable[[Op, Sequence[Slot]], list[tuple[list[int], bool]]] | None = None
 
 
 class Passthrough(enum.Enum):

@@ -69,7 +69,7 @@ def _join_moved(
     """Join what ops that move values read and write; return those ops, and slots that only share a dtype."""
     movers: list[tuple[Op, int]] = []
     loose: list[list[int]] = []
-    sharing = {id(chain.primary) for chain in chains if chain.role.shares}
+    sharing = {id(chain.primary): chain.role for chain in chains if chain.role.shares}
     for op in program.ops:
         if id(op) not in sharing and passthrough_of(op) is not Passthrough.SAME_RANK:
             continue
@@ -78,7 +78,15 @@ def _join_moved(
         slots = list(dict.fromkeys(slot.index for slot in found if slot is not None))
         if not slots:
             continue
-        if _keeps_channels_apart(op, [table.slots[i] for i in slots]):
+        own = sharing[id(op)].sharing if id(op) in sharing else None
+        if own is not None:
+            for members, one_simulator in own(op, [table.slots[i] for i in slots]):
+                if one_simulator:
+                    sets.union_all(members)
+                    movers.append((op, members[0]))
+                else:
+                    loose.append(members)
+        elif _keeps_channels_apart(op, [table.slots[i] for i in slots]):
             loose.append(slots)
         else:
             sets.union_all(slots)

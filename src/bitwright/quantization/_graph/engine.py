@@ -18,6 +18,7 @@ from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from ._annotation_pattern_registry import registered_roles
 from .finalize import folded_copy
 from .initialise import initialise
 from .insert import GraphInsertion
@@ -47,7 +48,7 @@ class GraphEngine(Engine):
                 boundary_paths(self.config, self.model),
                 generate=False,
             )
-            decisions = plan_graph_quantization(self.config, self.model, self.program)
+            decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles())
         self._captured = module, decisions
         return decisions.plan
 
