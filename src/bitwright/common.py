@@ -71,6 +71,12 @@ class ExportBackend(enum.StrEnum, metaclass=_DeprecatedMemberEnumMeta):
     CoreML = "coreml"
     CoreAI = "coreai"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        raise ValueError(
+            f"{value!r} is not a valid ExportBackend. Use one of {[member.value for member in cls]}, or its member."
+        )
+
 
 class CompressionType(enum.StrEnum):
     """Technique that a spec belongs to."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BitwrightError",
     "BitwrightWarning",
+    "CalibrationWarning",
     "ConfigMatchWarning",
     "PlanError",
     "UnplannedCallWarning",
@@ -29,6 +30,10 @@ class PlanError(BitwrightError, ValueError):
 
 class BitwrightWarning(UserWarning):
     """Base of the warnings that Bitwright emits."""
+
+
+class CalibrationWarning(BitwrightWarning):
+    """Activation ranges are about to be used that no calibration data made."""
 
 
 class ConfigMatchWarning(BitwrightWarning):

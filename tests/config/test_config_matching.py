@@ -465,3 +465,27 @@ def test_rules_equal_a_slow_definition(model: nn.Module, names: list[str], class
     assert sorted(rule.priority for rule in rules.values()) == list(range(len(rules)))
     levels = [rule.level for _, rule in rules.by_priority()]
     assert levels == sorted(levels)
+
+
+class TestMisspeltStates:
+    """Keys of state specs that name no tensor: said where they look like a mistake, and only there."""
+
+    @staticmethod
+    def mistakes(*keys: str) -> dict[str, tuple[str, ...]]:
+        specs = dict.fromkeys(keys, ToySpec())
+        config = ToyConfig(global_config=ToyModuleConfig(op_state_spec=specs))
+        rules = resolve_module_rules(config, nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)))
+        return {key.key: key.nearest for key in rules.unmatched_state_keys()}
+
+    def test_a_key_that_resembles_a_name(self) -> None:
+        assert self.mistakes("wieght") == {"wieght": ("weight",)}
+        assert self.mistakes("weight", "bais") == {"bais": ("bias",)}
+
+    def test_a_dictionary_that_names_nothing(self) -> None:
+        assert self.mistakes("kernel") == {"kernel": ()}
+
+    @pytest.mark.parametrize(
+        "keys", [("*",), ("weight", "in_proj_weight"), ("in_proj_weight",), ("weight", "kernel"), ("weight_ih_l1",), ()]
+    )
+    def test_keys_that_other_models_have(self, keys: tuple[str, ...]) -> None:
+        assert self.mistakes(*keys) == {}

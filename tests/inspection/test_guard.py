@@ -238,9 +238,10 @@ def test_unknown_choice() -> None:
 def test_every_code_has_a_page() -> None:
     """Codes in the source and pages are the same; a page says what to do."""
     import bitwright.inspection._checks as checks
+    import bitwright.quantization._statistics as statistics
 
-    source = Path(checks.__file__).read_text(encoding="utf-8")
-    used = set(re.findall(r'Finding\(\s*"(BW\d+)"', source))
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (checks, statistics))
+    used = set(re.findall(r'"(BW\d+)"', source))
     assert used == set(diagnostics())
     for diagnostic in diagnostics().values():
         assert "## What to do" in diagnostic.page

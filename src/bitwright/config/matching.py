@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ._module_index import ModuleIndex, compile_key, type_matches, type_name
 from .spec_dicts import ALL_TENSORS
-from .unmatched import ShadowedKey, UnmatchedKey
+from .unmatched import ShadowedKey, UnmatchedKey, mistaken_keys, state_names
 
 if TYPE_CHECKING:
     from .compression_config import CompressionConfig
@@ -139,6 +139,7 @@ class ModuleRules(Mapping[str, ModuleRule]):
     unmatched: tuple[UnmatchedKey, ...]
     shadowed: tuple[ShadowedKey, ...]
     _usage: _OpKeyUsage = field(repr=False)
+    _state_names: frozenset[str] = field(repr=False)
 
     def __getitem__(self, name: str) -> ModuleRule:
         return self._rules[name]
@@ -166,6 +167,20 @@ class ModuleRules(Mapping[str, ModuleRule]):
             for level in (OpLevel.OP_NAME, OpLevel.OP_TYPE)
             for key in getattr(config, _OP_SECTION[level])
             if (where, level, key) not in self._usage.matched
+        )
+
+    def unmatched_state_keys(self) -> tuple[UnmatchedKey, ...]:
+        """Return the keys of state specs that name no parameter or buffer of the model and look like a mistake.
+
+        A dictionary may name tensors that only other models have, so a key counts as one if it resembles a name that
+        the model has, or if nothing else in its dictionary names anything.
+        """
+        entries = {rule.describe(): rule.config for rule in self._rules.values()}
+        return tuple(
+            unmatched
+            for where, config in entries.items()
+            for section, specs in _state_specs(where, config)
+            for unmatched in mistaken_keys(section, specs, self._state_names)
         )
 
 
@@ -236,7 +251,18 @@ def resolve_module_rules(config: CompressionConfig[Any], model: nn.Module) -> Mo
         tuple(itertools.chain.from_iterable(unmatched.values())),
         tuple(itertools.chain.from_iterable(shadowed.values())),
         claims.usage,
+        state_names(entry.module for entry in index.modules),
     )
+
+
+def _state_specs(where: str, config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the dictionaries of one module config whose keys are names of parameters and buffers."""
+    yield f"{where}.op_state_spec", config.op_state_spec or {}
+    yield f"{where}.module_state_spec", config.module_state_spec or {}
+    for level, section in _OP_SECTION.items():
+        for key, op_config in (getattr(config, section) or {}).items():
+            if op_config is not None:
+                yield f"{_describe_op(where, level, key)}.op_state_spec", op_config.op_state_spec or {}
 
 
 def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str, Any]]:

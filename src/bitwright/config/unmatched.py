@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["ShadowedKey", "UnmatchedKey"]
+from torch import nn
+
+from .spec_dicts import ALL_TENSORS
+
+__all__ = ["ShadowedKey", "UnmatchedKey", "mistaken_keys", "state_names"]
+
+_DEFAULT_STATES = frozenset({"weight", "in_proj_weight"})  # the defaults of configs; not every model has both
+_ALIKE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +63,36 @@ class ShadowedKey:
 
     def __str__(self) -> str:
         return f"{self.where} has no effect: every module that it matches belongs to {', '.join(self.by)}."
+
+
+def state_names(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Return the names that ``modules`` give their own parameters and buffers."""
+    names: set[str] = set()
+    for module in modules:
+        names.update(module._parameters, module._buffers)
+        if "parametrizations" in module._modules:
+            names.update(module.parametrizations)
+    return frozenset(names)
+
+
+def mistaken_keys(where: str, keys: Collection[str], names: Collection[str]) -> Iterator[UnmatchedKey]:
+    """Yield the keys that name none of ``names`` and either resemble one that no key names, or stand alone.
+
+    Args:
+        where: the dictionary as one would write it, e.g. ``global_config.op_state_spec``.
+        keys: its keys.
+        names: what they could name.
+    """
+    patterns = {_without_digits(name) for name in names}  # weight_hh_l1 is no mistake where only weight_hh_l0 exists
+    known = {*names, *_DEFAULT_STATES, ALL_TENSORS}
+    missing = [key for key in keys if key not in known and _without_digits(key) not in patterns]
+    alone = len(missing) == len(keys)
+    free = sorted(set(names).difference(keys))
+    for key in missing:
+        near = difflib.get_close_matches(key, free, n=3, cutoff=_ALIKE)
+        if near or alone:
+            yield UnmatchedKey(f"{where}[{key!r}]", key, (), tuple(near))
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d+", "", name)

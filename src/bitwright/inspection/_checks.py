@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+from bitwright.quantization._statistics import unmeasured
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._probe import outside_frames
@@ -35,18 +36,13 @@ def finding_layers(report: FidelityReport) -> dict[str, str]:
 
 def check_statistics(model: nn.Module, layers: Mapping[str, str]) -> Iterator[Finding]:
     """BW101 and BW102: activation ranges that calibration did not find."""
-    for name, simulator in _named_simulators(model):
-        if simulator.quantization_target != CompressionTargetTensor.ACTIVATION or simulator.is_stateless:
-            continue
-        progress = getattr(simulator.qparams_calculator, "_progress", None)
-        fixed = getattr(simulator.qparams_calculator, "is_frozen", False)
-        if progress is None or simulator.is_disabled() or fixed:
-            continue
-        if progress.restart:
-            yield Finding("BW102", name, "calibration ran, but no data reached this quantizer.", _layer(name, layers))
-        elif not progress.calibrated:
-            message = "its range comes from the example inputs of prepare(); calibration never ran."
-            yield Finding("BW101", name, message, _layer(name, layers))
+    messages = {
+        "BW101": "its range comes from the example inputs of prepare(); calibration never ran.",
+        "BW102": "calibration ran, but no data reached this quantizer.",
+    }
+    for code, names in unmeasured(model).items():
+        for name in names:
+            yield Finding(code, name, messages[code], _layer(name, layers))
 
 
 def check_parameters(model: nn.Module, layers: Mapping[str, str]) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ def unmatched_problems(rules: ModuleRules) -> list[Problem]:
     """
     problems = [
         Problem("unmatched-key", key.where, f"{_without_where(str(key), key.where)} {_REMEDY}")
-        for key in (*rules.unmatched, *rules.unmatched_op_keys())
+        for key in (*rules.unmatched, *rules.unmatched_op_keys(), *rules.unmatched_state_keys())
     ]
     problems += [Problem("shadowed-key", key.where, _without_where(str(key), key.where)) for key in rules.shadowed]
     return problems
