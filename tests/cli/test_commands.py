@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import bitwright
 from bitwright.artifact import Artifact
 from bitwright.cli import app
 from bitwright.cli.loading import load_recipe, recipe_schema
@@ -38,6 +39,16 @@ def labelled():
 
 empty = []
 number = 3
+name = "batches"
+
+def needs(width):
+    return nn.Linear(width, width)
+
+def broken():
+    raise OSError("no such dataset: /data/x.h5")
+
+def other_shape():
+    return [torch.zeros(2, 5)]
 
 def mean(output, batch):
     return float(output.mean())
@@ -196,7 +207,17 @@ class TestErrors:
         ("arguments", "message"),
         [
             (("plan", "clinet", "--data", "clinet:batches", "--config", "w4.yaml"), "module:attribute"),
-            (("plan", "clinet:mak", "--data", "clinet:batches", "--config", "w4.yaml"), "it has"),
+            (("plan", "clinet:mak", "--data", "clinet:batches", "--config", "w4.yaml"), "did you mean 'make'?"),
+            (("plan", "clinet:qqqq", "--data", "clinet:batches", "--config", "w4.yaml"), "it has"),
+            (("plan", "clinet.py", "--data", "clinet:batches", "--config", "w4.yaml"), "clinet:NAME"),
+            (("plan", "clinet.py:make", "--data", "clinet:batches", "--config", "w4.yaml"), "clinet:make"),
+            (("plan", "weights.pt", "--data", "clinet:batches", "--config", "w4.yaml"), "file of weights"),
+            (("plan", "damaged.pt2", "--data", "clinet:batches", "--config", "w4.yaml"), "no program"),
+            (("plan", "damaged:make", "--data", "clinet:batches", "--config", "w4.yaml"), "SyntaxError"),
+            (("plan", "needy:make", "--data", "clinet:batches", "--config", "w4.yaml"), "named 'nosuchlibrary'"),
+            (("plan", "clinet:needs", "--data", "clinet:batches", "--config", "w4.yaml"), "without arguments"),
+            (("plan", "clinet:make", "--data", "clinet:broken", "--config", "w4.yaml"), "no such dataset"),
+            (("plan", "clinet:make", "--data", "clinet:name", "--config", "w4.yaml"), "iterable of batches"),
             (("plan", "nonet:make", "--data", "clinet:batches", "--config", "w4.yaml"), "no Python module 'nonet'"),
             (("plan", "none.pt2", "--data", "clinet:batches", "--config", "w4.yaml"), "no file 'none.pt2'"),
             (("plan", "clinet:number", "--data", "clinet:batches", "--config", "w4.yaml"), "torch.nn.Module"),
@@ -223,16 +244,40 @@ class TestErrors:
         """Exit code 2 and one message without a traceback."""
         (folder / "other.yaml").write_text("something: 1\n")
         (folder / "broken.yaml").write_text("a: [1\n")
+        (folder / "damaged.pt2").write_text("no archive")
+        (folder / "damaged.py").write_text("def make(:\n")
+        (folder / "needy.py").write_text("import nosuchlibrary\n")
         (folder / "typo.yaml").write_text("quantization_config:\n  global_config: {op_state_specs: null}\n")
         result = run(*arguments, code=2)
         assert message in result.stderr
         assert "Traceback" not in result.output
 
-    def test_a_failing_model_is_exit_code_1(self, folder: Path) -> None:
-        """The model's own error, one line, no traceback."""
-        (folder / "wrong.py").write_text("import torch\ndata = [torch.zeros(2, 5)]\n")
-        result = run("inspect", "clinet:make", "--data", "wrong:data", "--mode", "eager", code=1)
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("inspect", "--mode", "eager"),
+            ("inspect",),
+            ("plan", "--config", "w4.yaml"),
+            ("plan", "--config", "preset:w8a8"),
+            ("compress", "--config", "w4.yaml", "-o", "out"),
+            ("compare", "--config", "preset:w8"),
+            ("sweep", "--config", "w4.yaml"),
+        ],
+        ids=" ".join,
+    )
+    def test_data_that_does_not_fit_the_model(self, folder: Path, command: tuple[str, ...]) -> None:
+        """Exit code 1; one message says what the data is and what the model says to it, and nothing about export."""
+        name, *options = command
+        result = run(name, "clinet:make", "--data", "clinet:other_shape", *options, code=1)
         assert "mat1 and mat2" in result.stderr
+        assert "float32[2, 5] on cpu" in result.stderr or "traced with the example inputs" in result.stderr
+        assert "torch.export" not in result.stderr
+        assert "Traceback" not in result.output
+        assert not (folder / "out").exists()
+
+    def test_version(self) -> None:
+        """What is installed, and nothing else."""
+        assert run("--version").stdout == f"bitwright {bitwright.__version__}\n"
 
     def test_existing_output_is_not_overwritten(self, folder: Path) -> None:
         """The error names the folder; what is in it stays."""

@@ -414,6 +414,26 @@ class TestUse:
         with pytest.raises(TypeError, match="data must be an iterable"):
             compare(chain(), chain(), 3)  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("mode", ["eager", "graph"])
+    def test_data_that_does_not_fit_is_described(self, mode: str) -> None:
+        """Whichever batch it is: the error says what it was, and that the float model alone refuses it."""
+        model = chain(1)
+        compressed = prepared(model, per_tensor(mode))
+        for batches in ([torch.randn(8, 5)], [*data(1), torch.randn(8, 5)]):
+            with pytest.raises(RuntimeError, match=r"does not run on its inputs \(float32\[8, 5\] on cpu\)"):
+                compare(model, compressed, batches)
+
+    def test_swapped_models_are_refused(self) -> None:
+        """The compressed model in the place of the float one."""
+        model = chain(1)
+        with pytest.raises(ValueError, match="with the float model first"):
+            compare(prepared(model, per_tensor("eager")), model, data())
+
+    def test_a_single_mapping_is_one_batch(self) -> None:
+        """As a single tensor is."""
+        model = chain(1)
+        assert compare(model, prepared(model, per_tensor("eager")), {"input": data()[0]}).batches == 1
+
     def test_models_of_other_shapes_are_refused(self) -> None:
         """The layer is named."""
         other = chain()

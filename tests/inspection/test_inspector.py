@@ -162,3 +162,12 @@ def test_keyword_inputs_and_modules_that_take_other_objects() -> None:
         inspector = ModelInspector(Outer(), None, mode, example_kwargs={"x": torch.randn(2)})
         [edge] = inspector.summary.model.get_submodule("scale").input_ops[0]
         assert edge.op.op_type == "mul"
+
+
+def test_inputs_that_are_no_tuple() -> None:
+    """A bare tensor and a dict are common slips; the error shows the right form."""
+    model = nn.Linear(4, 2)
+    with pytest.raises(TypeError, match=r"wrap it as \(x,\)"):
+        ModelInspector(model, torch.randn(1, 4), "eager")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="example_kwargs"):
+        ModelInspector(model, {"input": torch.randn(1, 4)}, "graph")  # type: ignore[arg-type]

@@ -127,3 +127,6 @@ def test_nothing_to_sweep() -> None:
         sweep(make(), {}, data())
     with pytest.raises(ValueError, match="data is empty"):
         sweep(make(), CANDIDATES, [])
+    for wrong in ("w8", [CANDIDATES["w8"]], {"w8": "preset:w8"}):
+        with pytest.raises(TypeError, match="dict from names to configurations"):
+            sweep(make(), wrong, data())  # type: ignore[arg-type]

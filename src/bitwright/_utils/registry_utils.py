@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=type)
@@ -112,11 +116,17 @@ class ConfigRegistryMixin(RegistryMixin):
 
     @classmethod
     def maybe_build_from_dict(cls, data: Any) -> Any:
-        """Build an entry from ``{"type": key, ...}``; anything that is not a mapping is returned as it is.
+        """Build an entry from ``{"type": key, ...}``; anything that is neither a mapping nor a string is returned.
 
         Raises:
-            ValueError: ``type`` is missing or unknown.
+            ValueError: ``type`` is missing or unknown, or ``data`` is a string.
+            pydantic.ValidationError: a key is no field of the entry; proposes the nearest.
         """
+        if isinstance(data, str):
+            raise ValueError(
+                f"{cls.__name__} is written as a mapping, for example {{'type': {cls._nearest_key(data)!r}}} with its "
+                f"fields beside it; got {data!r}."
+            )
         if not isinstance(data, dict):
             return data
         fields = dict(data)
@@ -125,7 +135,18 @@ class ConfigRegistryMixin(RegistryMixin):
         key = fields.pop("type")
         if key not in cls.REGISTRY:
             raise ValueError(cls._unknown(key))
-        return cls.REGISTRY[key](**fields)
+        kind = cls.REGISTRY[key]
+        known = getattr(kind, "model_fields", fields)
+        unknown = {name: value for name, value in fields.items() if name not in known}
+        if unknown:
+            raise ValidationError.from_exception_data(
+                kind.__name__, [_no_field(kind.__name__, name, value, known) for name, value in unknown.items()]
+            )
+        return kind(**fields)
+
+    @classmethod
+    def _nearest_key(cls, name: str) -> str:
+        return next(iter(difflib.get_close_matches(name, cls.REGISTRY, n=1, cutoff=0.0)), name)
 
     @classmethod
     def registry_key(cls) -> str:
@@ -139,3 +160,10 @@ class ConfigRegistryMixin(RegistryMixin):
                 if value is cls:
                     return str(key)
         raise ValueError(f'{cls.__name__} is not registered; decorate it with @<base>.register("<key>").')
+
+
+def _no_field(owner: str, name: str, value: Any, known: Iterable[str]) -> InitErrorDetails:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"the keys are {sorted(['type', *known])}."
+    text = f"{owner} has no field {name!r}; {remedy}".replace("{", "{{").replace("}", "}}")
+    return InitErrorDetails(type=PydanticCustomError("extra_forbidden", text), loc=(str(name),), input=value)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .activations import QuantizedActivation
 from .compress import compress_tensor
 from .errors import ArtifactError
+from .folded_norms import FoldedNorms
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
 from .sites import WeightSite, activation_simulators, dense_state, weight_sites
 from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, read_activations
@@ -62,7 +63,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Pack the weights of a prepared model.
 
         Args:
-            model: a model that a compressor prepared. It is not changed.
+            model: a model that a compressor prepared, eager or graph. It is not changed. In a graph, batch norms that
+                were folded are part of the weights.
             config: the compressor's configuration, kept for the record: an object with ``to_dict`` or ``model_dump``,
                 or JSON-compatible data.
             plan: the plan, likewise.
@@ -73,6 +75,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
                 not calibrated. The message names it.
         """
+        if isinstance(model, fx.GraphModule) and not any(weight_sites(model)):
+            from bitwright.inspection import artifact_of  # reads graphs through the exporters, to the right of here
+
+            return artifact_of(model, config=config, plan=plan)
         aliases: dict[str, str] = {}
         sources: dict[str, WeightSite] = {}
         for site in weight_sites(model):
@@ -187,7 +193,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Copy the decoded tensors into a float model, one at a time.
 
         Args:
-            model: a model with the parameters and buffers that the artifact names. Changed in place.
+            model: a model with the parameters and buffers that the artifact names. Changed in place. Batch norms that
+                graph mode folded into the artifact's weights are replaced by ``nn.Identity``.
 
         Returns:
             ``model``.
@@ -196,8 +203,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             ArtifactError: a tensor of the model is missing in the artifact or the other way round, or a shape differs.
                 The model is unchanged then.
         """
-        targets = dict(_state_of(model))
-        self._check_names(targets)
+        targets = self._fitting_state(model)
         with torch.no_grad():
             for name, target in targets.items():
                 target.copy_(self.decode(name))
@@ -218,8 +224,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """
         from .packed import pack_tensor
 
-        targets = dict(_state_of(model))
-        self._check_names(targets)
+        targets = self._fitting_state(model)
         packed = set(self.compressed)
         modules: dict[str, nn.Module] = {}
         for name in targets:
@@ -249,6 +254,14 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 yield name, self._tensors.layout(name)
             else:
                 yield name, self._tensors[name].layout
+
+    def _fitting_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the model's state once it is that of the artifact; batch norms that were folded are taken out."""
+        shapes = {name: tuple(layout.shape) for name, layout in self._layouts()}
+        folded = FoldedNorms.of(model, shapes)
+        self._check_names(folded.states(_state_of(model)))
+        folded.apply(model)
+        return dict(_state_of(model))
 
     def _check_names(self, targets: Mapping[str, torch.Tensor]) -> None:
         layouts = dict(self._layouts())

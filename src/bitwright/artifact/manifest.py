@@ -134,6 +134,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise ArtifactError(f"{path.parent} is no artifact: it has no {path.name}.") from None
+    except NotADirectoryError:
+        raise ArtifactError(f"{path.parent} is a file; an artifact is a folder, as Artifact.save writes it.") from None
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error}.") from error
 

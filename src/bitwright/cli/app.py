@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from .commands import compare, compress, explain, export, inspect, plan, schema, sweep
+from bitwright._about import __version__
+
+from .commands import compare, compress, explain, inspect, plan, schema, sweep
 from .demo import demo
+from .exporting import export
 from .output import reporting_errors
 
 __all__ = ["app", "main"]
@@ -22,8 +25,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bitwright {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
     """Make PyTorch models small and fast in few bits."""
 
 

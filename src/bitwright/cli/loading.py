@@ -6,8 +6,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,19 @@ def load_model(name: str) -> nn.Module:
     if name.endswith(".pt2"):
         if not Path(name).is_file():
             raise CommandError(f"There is no file {name!r}.")
-        program = torch.export.load(name)
+        try:
+            program = torch.export.load(name)
+        except Exception as error:
+            raise CommandError(f"{name!r} is no program of torch.export.save: {_reason(error)}") from error
         return unlift(program, program.module()).eval()
+    if name.endswith((".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".onnx")):
+        raise CommandError(
+            f"{name!r} is a file of weights; give a Python function that builds the model and loads them, as "
+            "module:function, or a program that torch.export.save wrote (.pt2)."
+        )
     found = _attribute(name, "model")
     if not isinstance(found, nn.Module) and callable(found):
-        found = found()
+        found = _called(found, name, "model")
     if not isinstance(found, nn.Module):
         raise CommandError(
             f"The model {name!r} is a {type(found).__name__}; it must be a torch.nn.Module or a function without "
@@ -56,10 +65,10 @@ def load_data(name: str, limit: int | None = None) -> list[Any]:
     """
     found = _attribute(name, "data")
     if callable(found) and not isinstance(found, (torch.Tensor, torch.utils.data.DataLoader)):
-        found = found()
-    if isinstance(found, torch.Tensor):
+        found = _called(found, name, "data")
+    if isinstance(found, (torch.Tensor, Mapping)):
         found = [found]
-    if not isinstance(found, Iterable):
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes)):
         raise CommandError(f"The data {name!r} is a {type(found).__name__}; it must be an iterable of batches.")
     batches: list[Any] = []
     for batch in found:
@@ -189,6 +198,9 @@ def _preset_names(cls: Any) -> list[str]:
 
 def _attribute(name: str, role: str) -> Any:
     module_name, colon, path = name.partition(":")
+    if ".py" in (Path(name).suffix, Path(module_name).suffix):
+        proposal = f"{Path(module_name).stem}:{path or 'NAME'}"
+        raise CommandError(f"The {role} {name!r} names a file; write a module: {proposal}, from the file's folder.")
     if not colon or not module_name or not path:
         example = {"model": "net:make", "data": "net:batches"}.get(role, f"net:{role}")
         hint = " or a .pt2 file" if role == "model" else ""
@@ -203,11 +215,33 @@ def _attribute(name: str, role: str) -> Any:
             raise CommandError(
                 f"There is no Python module {module_name!r} {where} (for the {role} {name!r})."
             ) from error
-        raise
+        raise CommandError(_import_problem(module_name, name, role, error)) from error
+    except Exception as error:
+        raise CommandError(_import_problem(module_name, name, role, error)) from error
     for part in path.split("."):
         try:
             value = getattr(value, part)
         except AttributeError as error:
             names = [known for known in vars(value) if not known.startswith("_")] if hasattr(value, "__dict__") else []
-            raise CommandError(f"{module_name!r} has no {path!r}; it has {', '.join(sorted(names)[:20])}.") from error
+            near = get_close_matches(part, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(names)[:20])}."
+            raise CommandError(f"{module_name!r} has no {path!r}; {hint}") from error
     return value
+
+
+def _called(function: Callable[[], Any], name: str, role: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise CommandError(
+            f"The {role} {name!r} failed when it was called without arguments: {_reason(error)} "
+            "(BITWRIGHT_TRACEBACK=1 shows where.)"
+        ) from error
+
+
+def _import_problem(module_name: str, name: str, role: str, error: Exception) -> str:
+    return f"The Python module {module_name!r} (for the {role} {name!r}) cannot be imported: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

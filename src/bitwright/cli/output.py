@@ -87,6 +87,8 @@ def reporting_errors() -> Iterator[None]:
         except KeyboardInterrupt:
             raise fail("interrupted; files are as they were, or whole.", INTERRUPTED) from None
         except CommandError as error:
+            if error.__cause__ is not None and os.environ.get("BITWRIGHT_TRACEBACK"):
+                raise
             raise fail(str(error), USAGE) from None
         except ValidationError as error:
             raise fail(f"the recipe is not valid:\n{error}", USAGE) from None

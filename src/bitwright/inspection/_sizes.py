@@ -15,7 +15,7 @@ from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compres
 from bitwright.artifact.sites import weight_sites
 from bitwright.config.spec import CompressionSimulatorBase
 
-__all__ = ["StoredSize", "folded", "stored_sizes"]
+__all__ = ["StoredSize", "folded", "is_compressed", "stored_sizes"]
 
 _COREML = "_COREML_/"
 _GRAPH_SUFFIXES = ("_quantized", "_scale", "_zero_point", "_minval")
@@ -52,6 +52,12 @@ def folded(model: nn.Module) -> nn.Module:
     if isinstance(model, TracedGraphModule) and FOLDS in model._modules:
         return folded_copy(model)
     return model
+
+
+def is_compressed(model: nn.Module) -> bool:
+    """Return whether a model holds simulators, packed weights, or what finalizing leaves of them."""
+    kinds = (CompressionSimulatorBase, PackedTensor)
+    return any(isinstance(module, kinds) for module in model.modules()) or any(True for _ in kept_layouts(model))
 
 
 def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:

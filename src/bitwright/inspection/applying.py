@@ -16,7 +16,7 @@ from bitwright.config import CompressionConfig
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 
-from ._batches import batches_of, inputs_of
+from ._batches import batches_of, blaming_inputs, inputs_of
 from ._probe import Inputs
 from .fidelity import Progress
 
@@ -68,7 +68,8 @@ def compressor_for(model: nn.Module, config: CompressionConfig[Any]) -> Any:
 
 def plan_config(model: nn.Module, config: CompressionConfig[Any], example: Inputs) -> Plan:
     """Return what applying a configuration would do; the model is not changed."""
-    plan: Plan = compressor_for(model, config).plan(example.args, example_kwargs=example.kwargs)
+    with blaming_inputs(model, example):
+        plan: Plan = compressor_for(model, config).plan(example.args, example_kwargs=example.kwargs)
     return plan
 
 
@@ -111,19 +112,28 @@ def apply_configs(
         options: dict[str, Any] = {"example_kwargs": example.kwargs, "strict": strict}
         if getattr(config, "execution_mode", None) == "graph":
             options["dynamic_shapes"] = _any_batch(example)
-        try:
-            current = compressor.prepare(example.args, **options)
-        except RuntimeError:
-            if options.pop("dynamic_shapes", None) is None:
-                raise
-            compressor = compressor_for(current, config)
-            current = compressor.prepare(example.args, **options)
+        with blaming_inputs(model, example):
+            compressor, current = _prepared(compressor, config, example, options)
         plan = compressor.applied_plan if hasattr(compressor, "applied_plan") else compressor._plan
         if _needs_data(plan):
             _calibrate(compressor, current, batches, model, say)
         compressors.append(compressor)
         plans.append(plan)
     return AppliedConfig(current.eval(), tuple(compressors), tuple(plans))
+
+
+def _prepared(
+    compressor: Any, config: CompressionConfig[Any], example: Inputs, options: dict[str, Any]
+) -> tuple[Any, nn.Module]:
+    """Prepare with a free batch size, or where the model fixes it, with that of the example."""
+    model = compressor._model
+    try:
+        return compressor, compressor.prepare(example.args, **options)
+    except RuntimeError:
+        if options.pop("dynamic_shapes", None) is None:
+            raise
+        compressor = compressor_for(model, config)
+        return compressor, compressor.prepare(example.args, **options)
 
 
 def _needs_data(plan: Plan) -> bool:
@@ -139,7 +149,8 @@ def _calibrate(compressor: Any, model: nn.Module, batches: Any, signature: nn.Mo
         for number, batch in enumerate(batches_of(batches), 1):
             say(f"calibrating: batch {number}")
             inputs = inputs_of(batch, signature)
-            model(*inputs.args, **inputs.kwargs)
+            with blaming_inputs(signature, inputs):
+                model(*inputs.args, **inputs.kwargs)
 
 
 def _any_batch(example: Inputs) -> Any:

@@ -12,11 +12,11 @@ from torch import fx, nn
 from bitwright.base_model_compressor import _module_mode
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from ._batches import batches_of, inputs_of
+from ._batches import batches_of, blaming_inputs, inputs_of
 from ._end_to_end import OutputStatistics
 from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
 from ._ranges import CodeUse, code_range, code_use
-from ._sizes import StoredSize, stored_sizes
+from ._sizes import StoredSize, is_compressed, stored_sizes
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 
@@ -80,7 +80,9 @@ def compare(
         stack.enter_context(torch.no_grad())
         feed = batches_of(data, batches)
         first = next(feed)
-        probe = make_probe(float_model, compressed_model, inputs_of(first, float_model))
+        example = inputs_of(first, float_model)
+        with blaming_inputs(float_model, example):
+            probe = make_probe(float_model, compressed_model, example)
         survey = Survey(probe, float_model, metric, output_batches, progress or (lambda _: None))
         stack.enter_context(survey.watch_activations())
         survey.add(first)
@@ -157,7 +159,8 @@ class Survey:
         """Run both models on a batch."""
         self.progress(f"batch {self.batches + 1}")
         inputs = inputs_of(batch, self.model)
-        reference, compressed = self.probe.run(inputs, self._on_layer)
+        with blaming_inputs(self.model, inputs):
+            reference, compressed = self.probe.run(inputs, self._on_layer)
         self.outputs.add(reference, compressed, batch)
         if self.batches < self.output_batches:
             for number, site in enumerate(self.probe.layers, 1):
@@ -297,6 +300,11 @@ def _check(float_model: Any, compressed_model: Any) -> None:
             raise TypeError(f"{role} must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(float_model, fx.GraphModule) and not isinstance(compressed_model, fx.GraphModule):
         raise TypeError("float_model is a GraphModule and compressed_model is not; pass the module it was made from.")
+    if is_compressed(float_model) and not is_compressed(compressed_model):
+        raise ValueError(
+            "float_model holds compressed weights or simulators and compressed_model holds none; call "
+            "compare(float_model, compressed_model, data), with the float model first."
+        )
     if set(float_model.modules()) & set(compressed_model.modules()):
         raise ValueError(
             "float_model and compressed_model share modules, so they would be compared with themselves. Eager "

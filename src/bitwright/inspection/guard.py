@@ -15,7 +15,7 @@ from bitwright.base_model_compressor import _module_mode
 from bitwright.planning import Plan
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from ._batches import inputs_of
+from ._batches import batches_of, inputs_of
 from ._checks import (
     PeakWatch,
     check_bounds,
@@ -89,7 +89,7 @@ def guard(
     """
     if on_damage not in ("warn", "raise", "revert"):
         raise ValueError(f"on_damage must be 'warn', 'raise' or 'revert', got {on_damage!r}.")
-    batches = [data] if isinstance(data, torch.Tensor) else list(data)
+    batches = list(batches_of(data))
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
     try:

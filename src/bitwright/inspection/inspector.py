@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from bitwright._utils.python_utils import fqn
@@ -41,7 +42,7 @@ class ModelInspector:
         summary: the tree of modules and ops.
 
     Raises:
-        TypeError: ``model`` is no module, or a ``GraphModule`` in eager mode.
+        TypeError: ``model`` is no module, or a ``GraphModule`` in eager mode, or ``example_inputs`` is no sequence.
         InvalidExecutionModeError: there is no such mode.
         ValueError: no example inputs, or a compressor that is unknown or does not work in this mode.
         RuntimeError: the model cannot be exported, or its forward raised.
@@ -124,6 +125,9 @@ def _check(model: Any, inputs: Any, execution_mode: Any, kwargs: Any) -> Executi
         mode = ExecutionMode(execution_mode)
     except ValueError as error:
         raise InvalidExecutionModeError(execution_mode) from error
+    if isinstance(inputs, (torch.Tensor, str, Mapping)):
+        remedy = "pass it as example_kwargs" if isinstance(inputs, Mapping) else "wrap it as (x,)"
+        raise TypeError(f"example_inputs must be a tuple of the model's inputs, got {type(inputs).__name__}: {remedy}.")
     is_graph = isinstance(model, fx.GraphModule)
     if mode == ExecutionMode.EAGER and is_graph:
         raise TypeError(

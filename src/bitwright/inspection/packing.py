@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from bitwright.artifact import Artifact, CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
+from bitwright.artifact.sites import weight_sites
 
 from ._sizes import folded
 
@@ -27,7 +28,7 @@ def artifact_of(model: nn.Module, *, config: Any = None, plan: Any = None) -> Ar
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
             not calibrated.
     """
-    if not isinstance(model, fx.GraphModule):
+    if not isinstance(model, fx.GraphModule) or any(weight_sites(model)):
         return Artifact.from_model(model, config=config, plan=plan)
     from bitwright.export.graph import GraphSimulators, state_of
 

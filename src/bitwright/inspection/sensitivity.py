@@ -17,7 +17,7 @@ from torch import nn
 from bitwright.base_model_compressor import _module_mode
 from bitwright.config import CompressionConfig
 
-from ._batches import batches_of, inputs_of
+from ._batches import batches_of, blaming_inputs, inputs_of
 from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
@@ -127,9 +127,15 @@ def sweep(
         progress: called with what is being done, and an estimate of the time left.
 
     Raises:
+        TypeError: ``candidates`` is no mapping from names to configurations.
         ValueError: ``candidates`` or ``data`` is empty, or ``store`` belongs to another sweep.
         PlanError: a candidate cannot be applied.
     """
+    if not isinstance(candidates, Mapping) or not all(isinstance(c, CompressionConfig) for c in candidates.values()):
+        raise TypeError(
+            "candidates must be a dict from names to configurations, for example "
+            f"{{'w8': QuantizerConfig.presets.w8(execution_mode='eager')}}; got {candidates!r:.200}."
+        )
     if not candidates:
         raise ValueError("There is nothing to sweep: give at least one candidate configuration.")
     batches = list(batches_of(data))
@@ -167,7 +173,8 @@ def sweep(
 
 def _run(model: nn.Module, batch: Any) -> Any:
     inputs = inputs_of(batch, model)
-    return model(*inputs.args, **inputs.kwargs)
+    with blaming_inputs(model, inputs):
+        return model(*inputs.args, **inputs.kwargs)
 
 
 def _measure(

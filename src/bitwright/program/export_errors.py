@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["export_failure"]
+__all__ = ["export_failure", "forward_problem"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -27,6 +30,38 @@ def export_failure(error: BaseException) -> RuntimeError:
     where = _user_line(error.__traceback__)
     place = f"\nIn your model:\n{where}" if where else ""
     return RuntimeError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
+
+
+def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RuntimeError | None:
+    """Return the error to raise where the model does not run on its inputs at all, whether exported or not.
+
+    The forward works on copies of the buffers, so that the model stays as it was.
+    """
+    state = {**dict(model.named_parameters()), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.func.functional_call(model, state, tuple(args), dict(kwargs))
+    except Exception as error:
+        where = _user_line(error.__traceback__)
+        place = f"\nIn your model:\n{where}" if where else ""
+        return RuntimeError(
+            f"The model does not run on its inputs ({_described(args, kwargs)}): {type(error).__name__}: "
+            f"{_first_lines(str(error)) or 'no message'}{place}\nCheck that the float model runs on them: shapes, "
+            "dtypes, the device, and how many there are."
+        )
+    return None
+
+
+def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Say what the inputs are, in a few words each."""
+    named = [("", value) for value in args] + [(f"{name}=", value) for name, value in kwargs.items()]
+    return ", ".join(name + _kind(value) for name, value in named[:8]) or "none"
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
 
 
 def _first_lines(message: str, limit: int = 6) -> str:

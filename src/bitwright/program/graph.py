@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .export_errors import export_failure
+from .export_errors import export_failure, forward_problem
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .model import Program
@@ -76,7 +76,8 @@ def _export(
                 preserve_module_call_signature=tuple(boundaries),
             )
         except Exception as error:
-            raise export_failure(error) from error
+            problem = forward_problem(model, args, kwargs)
+            raise export_failure(error) if problem is None else problem from error
 
 
 @contextlib.contextmanager

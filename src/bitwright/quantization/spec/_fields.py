@@ -36,9 +36,19 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = _ALIASES.get(name, getattr(torch, name, None))
     if isinstance(dtype, torch.dtype):
         return dtype
-    near = get_close_matches(name.removeprefix("torch."), [*format_names(), *_ALIASES], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; names are {', '.join(format_names())}."
+    near = " or ".join(map(repr, _nearest(name)))
+    hint = f"; did you mean {near}?" if near else f"; names are {', '.join(format_names())}."
     raise ValueError(f"Unsupported dtype: {name!r}{hint}")
+
+
+def _nearest(name: str) -> list[str]:
+    """The formats of a family (``float8``, ``fp4``), else the one name that is spelt most alike."""
+    plain = name.removeprefix("torch.").lower()
+    plain = f"float{plain[2:]}" if plain.startswith("fp") else plain
+    # e8m0 is a format of scales: propose it to those only who begin to write it
+    names = [known for known in (*format_names(), *_ALIASES) if "e8m0" not in known or "e8" in plain]
+    family = [known for known in format_names() if known in names and known.startswith(plain)]
+    return family if 0 < len(family) < 4 else get_close_matches(plain, names, n=1)
 
 
 DtypeField = Annotated[

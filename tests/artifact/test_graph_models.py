@@ -1,0 +1,64 @@
+"""Artifacts of graph models: weights with the batch norms folded in, loaded into the float model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.artifact import Artifact, ArtifactError
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+
+class Net(nn.Module):
+    """Convolutions with and without bias before batch norms, and a batch norm that cannot be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.blocks = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(F.relu(self.bn1(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def _trained() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for _ in range(3):
+        model(2 * torch.randn(8, 3, 9, 9) + 1)
+    return model.eval()
+
+
+def test_weights_of_a_graph_are_packed_and_load_into_the_float_model(tmp_path: Path) -> None:
+    """Weights only: the loaded model computes what the finalized graph does, up to the order of additions."""
+    model, x = _trained(), torch.randn(4, 3, 9, 9)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8())
+    artifact = Artifact.from_model(quantizer.prepare((x,)))
+    assert set(artifact.compressed) == {"stem.weight", "blocks.0.weight", "head.weight"}
+    artifact.save(tmp_path / "packed")
+    expected = quantizer.finalize(backend="_torch")(x)
+    for load in ("packed_model", "load_into"):
+        loaded = getattr(Artifact.load(tmp_path / "packed"), load)(copy.deepcopy(model)).eval()
+        assert isinstance(loaded.bn1, nn.Identity)
+        assert isinstance(loaded.blocks[3], nn.BatchNorm2d)
+        torch.testing.assert_close(loaded(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_another_model_is_refused_unchanged() -> None:
+    """Batch norms are taken out only where everything else fits."""
+    model = _trained()
+    artifact = Artifact.from_model(Quantizer(model, QuantizerConfig.presets.w8()).prepare((torch.randn(4, 3, 9, 9),)))
+    other = _trained()
+    other.head = nn.Linear(8, 5, bias=False)
+    with pytest.raises(ArtifactError, match=r"head\.weight"):
+        artifact.packed_model(other)
+    assert isinstance(other.bn1, nn.BatchNorm2d)
+    assert other.stem.bias is None
