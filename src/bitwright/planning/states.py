@@ -12,7 +12,6 @@ from bitwright.program import Op, Program, StateTensor
 
 from .ops import state_keys
 from .plan import Problem
-from .weight_views import state_read_by
 
 __all__ = ["StateDecision", "decide_states", "unquantizable_problems"]
 

@@ -71,8 +71,9 @@ def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> Non
     name = getattr(simulator, "tensor_fqn", "<unknown>")
     if simulator.dtype == torch.float4_e2m1fn_x2:
         raise ValueError(
-            f"Activation {name!r}: Core AI export does not support FP4 activation quantization: its quantize op "
-            "has no FP4 output for FP4 activations. Use an integer or FP8 dtype, or keep the simulated model with ExportBackend._TORCH."
+            f"Activation {name!r}: Core AI export does not support FP4 activation quantization: its quantize op has no "
+            "output for FP4 activations. Use an integer or FP8 dtype, or keep the simulated model with "
+            "ExportBackend._TORCH."
         )
     if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
         raise ValueError(

@@ -25,8 +25,8 @@ from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
 from ._validate import check_config
-from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
 from ._views import _Views
+from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
 from .spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["Quantizer"]
@@ -35,6 +35,7 @@ __all__ = ["Quantizer"]
 # Problems of a plan are warnings, and records for services that collect logs. The latter are not to be printed as well.
 _logger = logging.getLogger(__name__)
 _logger.addHandler(logging.NullHandler())
+
 
 class Quantizer(_Views, _BaseModelCompressor):
     """Quantizes a model: ``prepare``, then calibrate or train, then ``finalize``.
@@ -158,7 +159,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         Raises:
             RuntimeError: the model is not prepared, or another mode is active.
         """
-        target = self._target(model, "entering calibration mode")
+        target = self._target(model)
         with self._in_lifecycle(_Lifecycle.CALIBRATING), _module_mode(target, training=False):
             self._start_statistics(target)
             for simulator in _simulators(target):
@@ -182,7 +183,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         Raises:
             RuntimeError: the model is not prepared, or another mode is active.
         """
-        target = self._target(model, "entering training mode")
+        target = self._target(model)
         with self._in_lifecycle(_Lifecycle.TRAINING), _module_mode(target, training=True):
             self._start_statistics(target)
             for simulator in _simulators(target):
@@ -322,7 +323,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         """
         if self._lifecycle is not _Lifecycle.IDLE:
             raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
-        target = self._target(model, "finalization")
+        target = self._target(model)
         chosen = ExportBackend(backend)
         unfinished = self._schedules.finish_bits(target)
         if unfinished:
@@ -335,22 +336,16 @@ class Quantizer(_Views, _BaseModelCompressor):
             raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
         return self._engine.finalize(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
 
-    def _target(self, model: nn.Module | None, action: str) -> nn.Module:
+    def _target(self, model: nn.Module | None) -> nn.Module:
         target = self._model if model is None else model
         if not isinstance(target, nn.Module):
-            graph = self._config.execution_mode == ExecutionMode.GRAPH
-            kind = "a torch.fx.GraphModule" if graph else "an nn.Module"
-            raise TypeError(f"The model must be {kind} that prepare() returned, got {type(target).__name__}.")
-        self._require_prepared(target, action)
+            raise TypeError(f"Expected a prepared model, got {type(target).__name__}.")
+        self._require_prepared(target)
         return target
 
     def _start_statistics(self, model: nn.Module) -> None:
-        """Let running ranges begin with real data: what ``prepare`` saw were example inputs.
-
-        Another model than the quantizer's becomes its own, with what it has seen.
-        """
+        """Let running ranges begin with real data: what ``prepare`` saw were example inputs."""
         if self._calibrated or model is not self._model:
-            self._model = model
             return
         self._calibrated = True
         for simulator in _simulators(model):
