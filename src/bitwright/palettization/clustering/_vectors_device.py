@@ -43,6 +43,8 @@ def _lloyd(points: Tensor, weights: Tensor | None, centroids: Tensor) -> Tensor:
         labels = _device.label_vectors(points, centroids)
         masses, offsets, squares = _device.moments_by_label(points, weights, labels, centroids)
         error = squares.sum((1, 2))
+        if not bool((error > 0).any()):
+            break
         idle = masses == 0
         centroids = centroids + offsets / torch.where(idle, 1.0, masses).unsqueeze(2)
         if bool(idle.any()):
