@@ -20,8 +20,11 @@ class BitwrightError(Exception):
     """Base of the errors that only Bitwright raises."""
 
 
-class PlanError(BitwrightError, ValueError):
-    """The configuration cannot be applied to this model; lists every problem found, not only the first."""
+class PlanError(BitwrightError, ValueError, RuntimeError):
+    """The configuration cannot be applied to this model; lists every problem found, not only the first.
+
+    coreai-opt raises ``ValueError`` for some of these problems and ``RuntimeError`` for others.
+    """
 
     def __init__(self, message: str, problems: tuple[object, ...] = ()) -> None:
         super().__init__(message)

@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
-from bitwright.quantization.spec import PerTensorGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity
 
 from .chains import Chain, find_chains, fused_problems
 from .eager import PlanBuilder
@@ -26,7 +26,7 @@ from .reconcile import Group, reconcile
 from .shared_axes import channel_axis, keeps_axis
 from .sharing import DisjointSets
 from .slots import SlotTable, build_slots
-from .states import decide_states
+from .states import decide_states, state_input_problems
 from .unmatched import unmatched_problems
 
 __all__ = ["GraphDecisions", "boundary_paths", "plan_graph_quantization"]
@@ -74,6 +74,7 @@ def plan_graph_quantization(
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
     problems += fused_problems(chains)
+    problems += state_input_problems(program, _rules_of(chains))
     for group in groups:
         problems += _keep_or_drop_axis(group)
     for placement, resolution in _placements(groups, table):
@@ -92,7 +93,9 @@ def _keep_or_drop_axis(group: Group) -> list[Problem]:
     axis = channel_axis(group.spec, rank)
     if axis is None:
         return []
-    moved = [op for op in group.movers if not keeps_axis(op, axis)]
+    # A blocked activation has a scale for every position along the other axes as well.
+    axes = range(rank) if isinstance(group.spec.granularity, PerBlockGranularity) else (axis,)
+    moved = [op for op in group.movers if not all(keeps_axis(op, kept) for kept in axes)]
     if not moved:
         return []
     name = group.slots[0].sites()[0].label

@@ -48,6 +48,7 @@ def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_
         not by_module
         and is_elementwise_gain(state)
         and isinstance(granularity, PerChannelGranularity | PerBlockGranularity)
+        and _one_for_each(granularity.axis, shape)
     ):
         return Resolution(None, note="elementwise gain, left as it is")
     if _needs_axis(granularity):
@@ -107,6 +108,13 @@ def _non_finite(state: StateTensor) -> Problem | None:
         f"{bad} of {tensor.numel()} entries are NaN or infinite; each spoils the scale of its whole block. Repair them."
     )
     return Problem("non-finite", state.name, message)
+
+
+def _one_for_each(axis: int | None, shape: tuple[int, ...]) -> bool:
+    """Whether scales along an axis, or along one that is still to be chosen, are as many as there are numbers."""
+    if axis is None or not -len(shape) <= axis < len(shape):
+        return True
+    return shape[axis] == math.prod(shape)
 
 
 def _needs_axis(granularity: object) -> bool:

@@ -11,9 +11,9 @@ from bitwright.config.spec_dicts import ALL_TENSORS
 from bitwright.program import Op, Program, StateTensor
 
 from .ops import state_keys
-from .plan import Problem
+from .plan import Problem, Severity
 
-__all__ = ["StateDecision", "decide_states", "unquantizable_problems"]
+__all__ = ["StateDecision", "decide_states", "state_input_problems", "unquantizable_problems"]
 
 _STRONGEST = -1
 
@@ -79,7 +79,8 @@ def _states_of(op: Op) -> list[StateTensor]:
 def _module_state_decision(state: StateTensor, rules: ModuleRules) -> StateDecision | None:
     owners = [(rules[path], path) for path, _ in state.owners if path in rules]
     for rule, path in sorted(owners, key=lambda entry: entry[0].priority):
-        match = lookup_spec(rule.module_state_spec, state.attributes)
+        own = tuple(attribute for owner, attribute in state.owners if owner == path)
+        match = lookup_spec(rule.module_state_spec, own)
         if match.found:
             described = f"{rule.describe()}.module_state_spec[{match.key!r}]"
             return StateDecision(state, match.spec, True, described, path, _STRONGEST)
@@ -119,4 +120,26 @@ def unquantizable_problems(program: Program, op_rule_of: Callable[[Op], OpRule |
                 )
                 where = f"{op_rule.describe()}.op_state_spec[{match.key!r}]"
                 problems[state.name] = Problem("not-quantizable", where, message)
+    return list(problems.values())
+
+
+def state_input_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
+    """Return a problem for each position in an ``op_input_spec`` at which the op reads a parameter or buffer."""
+    problems: dict[str, Problem] = {}
+    for op in program.ops:
+        op_rule = op_rule_of(op)
+        if op_rule is None:
+            continue
+        for argument in op.arguments:
+            position = argument.index if argument.item is None else argument.item
+            match = lookup_spec(op_rule.op_input_spec, (position,))
+            state = argument.value.state
+            if state is None or match.spec is None or match.key == ALL_TENSORS:
+                continue
+            where = f"{op_rule.describe()}.op_input_spec[{match.key!r}]"
+            message = (
+                f"Config is attempting to set op_input_spec for {state.name!r}, a parameter or buffer that {op.name} "
+                "reads there; op_input_spec speaks about activations. Use op_state_spec."
+            )
+            problems[where] = Problem("state-as-input", where, message, Severity.ERROR)
     return list(problems.values())

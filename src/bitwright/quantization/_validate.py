@@ -47,11 +47,13 @@ def _refuse_names(where: str, specs: Mapping[Any, Any] | None) -> None:
     for key in specs or {}:
         if isinstance(key, str) and key != "*":
             raise NotImplementedError(
-                f"{where}: the key {key!r} names a tensor. Only integer indices or '*' name the tensors of an op."
+                f"{where}: the key {key!r} names a tensor. Only integer indices or '*' are supported for an op."
             )
 
 
 def _refuse_other_outputs(where: str, specs: Mapping[Any, Any] | None) -> None:
     for key in specs or {}:
         if key not in ("*", 0):
-            raise NotImplementedError(f"{where}: the key {key!r} is not supported in graph mode; use 0 or '*'.")
+            raise NotImplementedError(
+                f"{where}: op_output_qspec currently supports the keys 0 and '*' in graph mode, not {key!r}."
+            )

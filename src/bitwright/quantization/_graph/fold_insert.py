@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,32 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
         parts = _parts(module, layer, norm)
         if parts is not None:
             folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
+    _name_as_pt2e_does(list(folds.values()))
     return folds
+
+
+def _name_as_pt2e_does(folds: Sequence[Fold]) -> None:
+    """Name nodes as torchao's ``prepare_qat_pt2e`` leaves them, for code that looks for them by name.
+
+    It writes convolutions and the batch norms behind them anew, then all folded batch norms, in training mode twice.
+    Every writing takes the next free numbers.
+    """
+    for fold in folds:
+        if _is_conv(fold):
+            _take_next_number(fold.layer, fold.layer.name)
+    for turn in range(3):
+        for fold in folds:
+            training = fold.output.graph.owning_module.get_submodule(str(fold.output.target)).training
+            if (turn > 0 or _is_conv(fold)) and turn < 2 + training:
+                _take_next_number(fold.output, fold.name)
+
+
+def _is_conv(fold: Fold) -> bool:
+    return aten_name(fold.layer.target).startswith("conv")
+
+
+def _take_next_number(node: fx.Node, name: str) -> None:
+    node.name = node.graph._graph_namespace.create_name(re.sub(r"_\d+$", "", name), None)
 
 
 @dataclass(frozen=True, slots=True)

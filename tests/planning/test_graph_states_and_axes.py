@@ -1,0 +1,153 @@
+"""Graph plans: whose parameter a key names, what may be named by position, and scales that moving ops keep."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import fx, nn
+
+from bitwright.errors import ConfigMatchWarning, PlanError
+from bitwright.planning import Plan
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+
+OFF = {"op_input_spec": None, "op_output_spec": None, "op_state_spec": None}
+INT8 = QuantizationSpec(dtype="int8", granularity=PerTensorGranularity())
+
+
+class Owner(nn.Module):
+    """Scales by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.here
+
+
+class Borrower(Owner):
+    """Has a parameter of the same name, and that of another module under another name."""
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__()
+        self.there = owner.here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.here + self.there
+
+
+class Shared(nn.Module):
+    """The two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = Owner()
+        self.borrower = Borrower(self.owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.borrower(self.owner(x))
+
+
+def simulated(plan: Plan, kind: str) -> set[str]:
+    """Names of the tensors of a kind that get simulators."""
+    return {row.tensor for row in plan if row.spec is not None and row.kind == kind}
+
+
+@pytest.mark.parametrize(
+    ("module", "key", "expected"),
+    [
+        ("owner", "here", {"owner.here"}),
+        ("owner", "there", set()),
+        ("borrower", "there", {"owner.here"}),
+        ("borrower", "here", {"borrower.here"}),
+    ],
+)
+def test_module_state_spec_knows_a_tied_parameter_by_the_modules_own_name(
+    module: str, key: str, expected: set[str]
+) -> None:
+    config = ModuleQuantizerConfig(**OFF, module_state_spec={key: INT8})
+    quantizer = Quantizer(Shared(), QuantizerConfig(global_config=None, module_name_configs={module: config}))
+    assert simulated(quantizer.plan((torch.randn(3, 2),)), "weight") == expected
+
+
+def test_a_parameter_is_no_input() -> None:
+    """Position 1 of a linear layer is its weight, which op_input_spec does not speak about."""
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_input_spec={1: INT8}))
+    with pytest.raises(PlanError, match="Config is attempting to set op_input_spec for 'weight'") as raised:
+        Quantizer(nn.Linear(4, 4), config).prepare((torch.randn(2, 4),))
+    assert isinstance(raised.value, RuntimeError)
+    left_alone = QuantizerConfig(global_config=ModuleQuantizerConfig(op_input_spec={1: None, 0: INT8}))
+    Quantizer(nn.Linear(4, 4), left_alone).prepare((torch.randn(2, 4),))
+
+
+@pytest.mark.parametrize(("shape", "quantized"), [((1, 5), True), ((5,), False)])
+def test_a_vector_is_left_alone_only_where_each_number_would_get_a_scale(
+    shape: tuple[int, ...], quantized: bool
+) -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.randn(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.shift
+
+    spec = QuantizationSpec(dtype="int8", granularity=PerChannelGranularity(axis=0))
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(**{**OFF, "op_state_spec": {"*": spec}}))
+    plan = Quantizer(Shift(), config).plan((torch.randn(2, 5),))
+    assert simulated(plan, "weight") == ({"shift"} if quantized else set())
+
+
+@pytest.mark.parametrize(
+    ("granularity", "kept"),
+    [
+        (PerChannelGranularity(axis=1), True),
+        (PerChannelGranularity(axis=2), False),
+        (PerBlockGranularity(axis=1, block_size=2), False),
+    ],
+)
+def test_scales_that_span_all_axes_survive_only_where_no_axis_moves(
+    granularity: PerChannelGranularity | PerBlockGranularity, kept: bool
+) -> None:
+    """A square tensor beside its transpose: blocks along the channels have a scale for each row and column too."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return torch.cat([y, y.permute(0, 1, 3, 2)], 0)
+
+    spec = QuantizationSpec(dtype="int8", granularity=granularity)
+    config = ModuleQuantizerConfig(op_state_spec=None, op_input_spec=None, op_output_spec={"*": spec})
+    x = torch.randn(2, 3, 6, 6)
+    quantizer = Quantizer(Beside(), QuantizerConfig(global_config=config))
+    found = {type(row.spec.granularity) for row in quantizer.plan((x,)) if row.spec is not None}  # type: ignore[attr-defined]
+    assert found == ({type(granularity)} if kept else {PerTensorGranularity})
+    with contextlib.nullcontext() if kept else pytest.warns(ConfigMatchWarning, match="axis changes its size or"):
+        assert quantizer.prepare((x,))(x).shape == (4, 4, 6, 6)
+
+
+@pytest.mark.parametrize(("training", "norms"), [(False, (3, 4)), (True, (5, 6))])
+def test_folded_layers_are_named_as_by_pt2e(training: bool, norms: tuple[int, int]) -> None:
+    """The expected names are those that prepare_qat_pt2e gives to a convolution and a linear layer with batch norms."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+            self.linear, self.flat = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.flat(self.linear(self.norm(self.conv(x)).mean((2, 3))))
+
+    prepared = Quantizer(Net().train(training), QuantizerConfig()).prepare((torch.randn(2, 3, 4, 4),))
+    assert isinstance(prepared, fx.GraphModule)
+    names = [node.name for node in prepared.graph.nodes if node.op != "get_attr"]
+    kept = [name for name in names if name.startswith(("conv", "linear", "batch_norm_")) and "folds" not in name]
+    assert kept == ["conv2d_1", f"batch_norm_{norms[0]}", "linear", f"batch_norm_{norms[1]}"]
