@@ -54,3 +54,19 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             path = (page.parent / target).resolve()
             assert path.exists() or path.name in generated or path.parent.name == "pictures", (_name(page), target)
+
+
+def test_every_difference_has_its_test() -> None:
+    """What the last column of ``docs/differences.md`` names is a test, a class of tests or a file of them."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    sources, text = {path.name for path in files}, "\n".join(path.read_text() for path in files)
+    missing = []
+    for row in (ROOT / "docs" / "differences.md").read_text().splitlines():
+        if not row.startswith("|") or row.startswith(("|---", "| coreai-opt")):
+            continue
+        proofs = row.rstrip("| ").rpartition(" | ")[2]
+        names = re.findall(r"`([\w.]+)`", proofs)
+        found = [name in sources or re.search(rf"\b(?:def|class) {name}\b", text) is not None for name in names]
+        missing += [row] if not names and proofs != "the same" else []
+        missing += [name for name, known in zip(names, found, strict=True) if not known]
+    assert missing == []
