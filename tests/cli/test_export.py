@@ -153,7 +153,8 @@ def test_a_missing_extra_is_named(net: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_target_cannot_hold_is_one_message(net: Any) -> None:
     """Nothing is left behind."""
     result = run("exportnet:make", "--data", "exportnet:batches", "--config", "preset:w8a8", "-o", "m.gguf", code=1)
-    assert "GGUF holds weights only" in result.stderr
+    assert "gguf cannot hold" in result.stderr
+    assert "holds weights only" in result.stderr
     assert not Path("m.gguf").exists()
 
 
@@ -162,3 +163,13 @@ def test_a_folder_that_is_not_empty_stays(net: Any) -> None:
     (Path("out") / "mine").write_text("x")
     assert "exists already" in run(*COMMON, "--target", "artifact", "-o", "out", code=1).stderr
     assert (Path("out") / "mine").read_text() == "x"
+
+
+def test_plans_for_a_target(net: Any) -> None:
+    """``plan --target`` lists what the target lacks and exits with 3; for others the plan is as it was."""
+    command = ["plan", "exportnet:make", "--data", "exportnet:batches", "--config", "preset:w8a8"]
+    refused = CliRunner().invoke(app, [*command, "--target", "gguf"])
+    assert refused.exit_code == 3
+    assert "GGUF cannot hold it" in refused.output
+    assert CliRunner().invoke(app, [*command, "--target", "onnx"]).exit_code == 0
+    assert "no target 'tpu'" in CliRunner().invoke(app, [*command, "--target", "tpu"]).output

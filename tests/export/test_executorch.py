@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("executorch.exir")
 
@@ -61,3 +63,41 @@ def test_int8_layers_are_delegated_and_small(tmp_path):
     path = export_executorch(ready, (x,), tmp_path / "model.pte")
     dense = sum(p.nbytes for p in model.parameters())
     assert path.stat().st_size < 0.6 * dense
+
+
+class Attention(nn.Module):
+    """One head, written out: XNNPACK's partitioner finds cycles in it when it is quantized."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v)
+
+
+@pytest.mark.slow
+def test_what_xnnpack_does_not_take_runs_elsewhere(tmp_path):
+    torch.manual_seed(0)
+    model, x = Attention().eval(), torch.randn(2, 5, 16)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 25
+
+
+@pytest.mark.parametrize("spec", [QuantizationSpec(), QuantizationSpec(qscheme="asymmetric", granularity=CHANNEL)])
+def test_int8_weights_beside_float_activations(spec, tmp_path):
+    """Per tensor, and with zero points: forms that XNNPACK computes wrong or refuses are written otherwise."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, spec, mode="graph")
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100
+
+
+def test_fp8_activations_are_refused_by_name(tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="float8_e4m3fn"))
+    with pytest.raises(ValueError, match=r"up\.linear_quantize_input.*no FP8"):
+        export_executorch(ready, (x,), tmp_path / "m.pte")

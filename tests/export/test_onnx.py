@@ -183,6 +183,41 @@ def test_signed_activations_on_request(tmp_path):
     assert sqnr(ready(x), run_onnx(path, (x,), optimize=False)[0]) > ENOUGH_DB
 
 
+APART = {
+    "blocks": (Mlp, _spec("int8", blocks(16)), None),
+    "int4 blocks": (Mlp, _spec("int4", blocks(32)), None),
+    "8-bit rows": (Mlp, _spec("uint8"), None),
+    "blocks beside activations": (Mlp, _spec("int8", blocks(16)), QuantizationSpec(dtype="uint8")),
+    "inputs beside activations": (Mlp, _spec("int8", PerChannelGranularity(axis=1)), QuantizationSpec()),
+    "int4 beside activations": (Mlp, _spec("int4"), QuantizationSpec()),
+    "zero points of channels": (ConvNet, _spec("int8", qscheme="asymmetric"), QuantizationSpec()),
+}
+
+
+@pytest.mark.parametrize("name", _quick(APART, ["int4 blocks", "blocks beside activations", "zero points of channels"]))
+def test_weights_are_kept_from_kernels_that_round_or_refuse_them(name, tmp_path):
+    """A default session neither rounds the activations of float products to 8 bits nor fails on fused ones."""
+    kind, weight, activation = APART[name]
+    model, x = built(kind)
+    _, ready = prepared(model, x, weight, activation)
+    path = _exported(ready, x, tmp_path)
+    found = run_onnx(path, (x,))[0]
+    if activation is None:
+        assert sqnr(ready(x), found) > 120
+    else:
+        assert sqnr(run_onnx(path, (x,), optimize=False)[0], found) > 35
+
+
+def test_pruned_weights_with_zero_points_are_transposed_right(tmp_path):
+    """Dropped entries stay zero in a weight that the exporter turns around."""
+    model, x = built(Mlp)
+    x = x.reshape(2, 2, 64)
+    for scheme in ("asymmetric", "symmetric"):
+        for formulation in ("zp", "minval"):
+            _, other = pruned_and_compressed(model, x, _spec("uint3", qscheme=scheme, qformulation=formulation))
+            assert sqnr(other(x), run_onnx(_exported(other, x, tmp_path), (x,))[0]) > 110
+
+
 @pytest.mark.parametrize(
     ("dtype", "scheme", "rank"), [("int4", "symmetric", 2), ("int4", "asymmetric", 3), ("uint4", "asymmetric", 2)]
 )

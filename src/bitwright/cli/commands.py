@@ -10,7 +10,7 @@ import typer
 from .loading import Recipe, load_data, load_function, load_model, load_recipe, recipe_schema
 from .output import DAMAGED, CommandError, Output
 
-__all__ = ["compare", "compress", "explain", "export", "inspect", "plan", "schema", "sweep"]
+__all__ = ["compare", "compress", "explain", "inspect", "plan", "schema", "sweep"]
 
 _ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="module:factory, or a .pt2 file.")]
 _DataOption = Annotated[str, typer.Option("--data", help="Batches of inputs, as module:iterable.")]
@@ -64,6 +64,7 @@ def plan(
     data: _DataOption,
     config: _ConfigOption,
     strict: _StrictOption = False,
+    target: Annotated[str | None, typer.Option(help="Say what this target of 'export' cannot hold, too.")] = None,
     json: _JsonOption = False,
     quiet: _QuietOption = False,
 ) -> None:
@@ -80,6 +81,8 @@ def plan(
     with out.progress() as say:
         say("planning")
         plans = [plan_config(net, one, example) for one in recipe.configs]
+        if target is not None:
+            _add_problems(plans, target)
     out.result(
         lambda: "\n\n".join(map(str, plans)),
         lambda: plans[0].to_dict() if len(plans) == 1 else [entry.to_dict() for entry in plans],
@@ -204,38 +207,6 @@ def sweep(
     out.result(result.table, lambda: result.model_dump(mode="json"))
 
 
-def export(
-    model: _ModelArgument,
-    data: _DataOption,
-    config: _ConfigOption,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File: .pt2, or .mlpackage for Core ML.")],
-    backend: Annotated[str, typer.Option(help="'coreai', 'coreml', or '_torch' for the simulation.")] = "coreai",
-    batches: _BatchesOption = None,
-    quiet: _QuietOption = False,
-) -> None:
-    """Compress a model, finalize it for a backend, and save it: as an exported program, or converted for Core ML."""
-    import torch
-
-    from bitwright._utils.files import new_file_atomically
-    from bitwright.common import ExportBackend
-    from bitwright.inspection import apply_configs
-    from bitwright.inspection._batches import inputs_of
-
-    out = Output(quiet=quiet)
-    if backend not in {member.value for member in ExportBackend}:
-        raise CommandError(f"There is no backend {backend!r}; there are 'coreai', 'coreml' and '_torch'.")
-    net, recipe, feed = load_model(model), load_recipe(config), load_data(data, batches)
-    example = inputs_of(feed[0], net)
-    with out.progress() as say:
-        finalized = apply_configs(net, recipe.configs, feed, progress=say).finalize(backend)
-        say("exporting")
-        with torch.no_grad():
-            program = torch.export.export(finalized.eval(), example.args, dict(example.kwargs))
-        with new_file_atomically(output) as part:
-            _save_program(program, part, backend)
-    out.say(f"saved: {output}")
-
-
 def explain(
     code: Annotated[str | None, typer.Argument(help="Code of a diagnostic, such as BW101; all if left out.")] = None,
     json: _JsonOption = False,
@@ -282,28 +253,14 @@ def schema(
         write_text_atomically(output, text)
 
 
-def _save_program(program: Any, path: str, backend: str) -> None:
-    import torch
-    from torch._export.serde.serialize import SerializeError
+def _add_problems(plans: list[Any], target: str) -> None:
+    from bitwright.export.capabilities import check_plan
+    from bitwright.export.targets import TARGETS
 
-    if path.endswith(".mlpackage"):
-        if backend != "coreml":
-            raise CommandError(f"A .mlpackage is for --backend coreml, not {backend!r}; write a .pt2 file.")
-        from bitwright.export.extras import require
-
-        coremltools = require("coremltools", "coreml", "Conversion for Core ML")
-        converted = coremltools.convert(
-            program.run_decompositions({}), minimum_deployment_target=coremltools.target.iOS18
-        )
-        converted.save(path)
-        return
-    try:
-        torch.export.save(program, path)
-    except SerializeError as error:
-        raise CommandError(
-            "torch.export cannot write activations as Core ML takes them to a .pt2 file; write a .mlpackage, which "
-            'needs pip install "bitwright[coreml]".'
-        ) from error
+    if target not in TARGETS:
+        raise CommandError(f"There is no target {target!r}; there are {', '.join(TARGETS)}.")
+    for entry in plans:
+        entry.problems.extend(check_plan(entry, target))
 
 
 def _compressor(name: str | None) -> Any:

@@ -24,7 +24,7 @@ from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranulari
 from .digits import Digits
 from .network import train
 
-__all__ = ["RECIPES", "Recipe"]
+__all__ = ["EXPORT_RECIPES", "RECIPES", "Recipe"]
 
 _NARROW_LAYERS = (r"stem\.0", r".*\.depthwise")
 _ANY_BATCH = {"images": {0: torch.export.Dim.DYNAMIC}}
@@ -102,6 +102,19 @@ def _w4_per_block() -> QuantizerConfig:
     )
 
 
+def _eager_w4() -> QuantizerConfig:
+    return QuantizerConfig(
+        global_config=_weights(dtype="int4", granularity=PerChannelGranularity(axis=0)), execution_mode="eager"
+    )
+
+
+def _w4_blocks_in_the_head() -> QuantizerConfig:
+    """For formats that pack linear layers only."""
+    blocks = _weights(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))
+    config = QuantizerConfig(global_config=None, execution_mode=ExecutionMode.EAGER)
+    return config.set_module_name("head", blocks)
+
+
 def _fp8() -> QuantizerConfig:
     return QuantizerConfig(global_config=_weights(dtype="float8_e4m3fn", granularity=PerChannelGranularity(axis=0)))
 
@@ -155,3 +168,15 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("half pruned, rest int8", _prune_and_quantize),
 )
 """Every compressed row of the demo, in the order of the table."""
+
+EXPORT_RECIPES: tuple[tuple[Recipe, tuple[str, ...]], ...] = (
+    (
+        _quantization("w8a8", QuantizerConfig, calibrate=True),
+        ("torch", "aot-inductor", "onnx", "coreai", "coreml", "executorch"),
+    ),
+    (_quantization("w4", _eager_w4), ("artifact", "torch", "onnx", "coreai", "coreml", "executorch")),
+    (_quantization("w4 blocks, head", _w4_blocks_in_the_head), ("onnx-nbits", "compressed-tensors", "gguf")),
+    (Recipe("palette of 16", _palettize), ("onnx", "coreai", "coreml")),
+    (Recipe("half pruned, int8", _prune_and_quantize), ("artifact", "onnx", "coreai", "coreml")),
+)
+"""What the demo writes for which targets."""

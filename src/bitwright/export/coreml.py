@@ -15,15 +15,26 @@ from bitwright.quantization.spec import PerTensorGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_activations import ClampToRange, activation_operands
-from .coreml_weights import check_weight, mark_root, mark_weight
+from .coreml_weights import check_weight, mark_root, mark_weight, stays_dense
 
-__all__ = ["check_activation", "coreml_activation", "finalize_eager_coreml"]
+__all__ = ["check_activation", "check_activation_form", "coreml_activation", "finalize_eager_coreml"]
 
 _QUANTIZED_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8}
 
 
 def check_activation(simulator: FakeQuantizeImplBase, name: str) -> None:
-    """Check that Core ML can hold an activation.
+    """Check that Core ML can hold an activation, and that it was calibrated.
+
+    Raises:
+        CoreMLExportError: it cannot; the message names the activation and the reason.
+        ArtifactError: it was not calibrated.
+    """
+    check_activation_form(simulator, name)
+    QuantizedActivation.from_simulator(simulator, name)
+
+
+def check_activation_form(simulator: FakeQuantizeImplBase, name: str) -> None:
+    """Check that Core ML can hold an activation, whatever its parameters are.
 
     Raises:
         CoreMLExportError: it cannot; the message names the activation and the reason.
@@ -40,7 +51,6 @@ def check_activation(simulator: FakeQuantizeImplBase, name: str) -> None:
         raise CoreMLExportError(
             f"CoreML export does not support the 'minval' formulation for {where}; use qformulation 'zp'."
         )
-    QuantizedActivation.from_simulator(simulator, name)
 
 
 class _Quantize(nn.Module):
@@ -102,6 +112,9 @@ def finalize_eager_coreml(model: nn.Module) -> None:
         for path, attribute in site.owners:
             owner = model.get_submodule(path)
             place_weight(owner, attribute, tensor, None)
-            mark_weight(owner, attribute, tensor)
+            if isinstance(owner, nn.RNNBase):
+                stays_dense(f"{path}.{attribute}")
+            else:
+                mark_weight(owner, attribute, tensor)
     replace_modules(model, replacements)
     mark_root(model)

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from .coreml import check_activation, coreml_activation
-from .coreml_weights import check_weight, mark_root, mark_weight
+from .coreml_weights import check_weight, mark_root, mark_weight, stays_dense
 from .graph import GraphSimulators, compressed
 
 __all__ = ["ACTIVATION_PREFIX", "finalize_graph_coreml"]
@@ -42,7 +42,10 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
             target = f"{path}.{name}" if path else name
         rounded.add(target)
         _store(owner, name, tensor.decode())
-        mark_weight(owner, name, tensor)
+        if any(_is_recurrent(module, user) for node in weight.nodes for user in node.users):
+            stays_dense(weight.target)
+        else:
+            mark_weight(owner, name, tensor)
         for node in weight.nodes:
             _read_instead(node, target)
     for node, simulator in found.activations:
@@ -57,6 +60,14 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
     mark_root(module)
+
+
+def _is_recurrent(module: nn.Module, node: fx.Node) -> bool:
+    op = node.target if node.op == "call_function" else None
+    if node.op == "call_module":
+        op = getattr(module.get_submodule(str(node.target)), "op", None)
+    recurrent = (torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu)
+    return getattr(op, "overloadpacket", None) in recurrent
 
 
 def _store(owner: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch import nn
 from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
 from bitwright.common import CompressionType, CoreMLExportError
 
-__all__ = ["METADATA_PREFIX", "METADATA_VERSION", "check_weight", "mark_root", "mark_weight"]
+__all__ = ["METADATA_PREFIX", "METADATA_VERSION", "check_weight", "mark_root", "mark_weight", "stays_dense"]
 
 METADATA_PREFIX = "_COREML_"
 METADATA_VERSION = 1
 
+_logger = logging.getLogger(__name__)
+
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
 _LUT_INTEGERS = ("int8", "uint8")
+_PALETTE_ENTRIES = tuple(1 << bits for bits in (1, 2, 3, 4, 6, 8))
 
 
 def check_weight(tensor: CompressedTensor[Any], name: str) -> None:
@@ -58,6 +62,11 @@ def _check_palette(tensor: PalettizedTensor, where: str) -> None:
         raise CoreMLExportError(f"CoreML export does not support {' with '.join(used)} for {where}; use one of them.")
 
 
+def stays_dense(name: str) -> None:
+    """Say that a weight of an RNN keeps its rounded values without metadata: Core ML's RNNs take no packed weights."""
+    _logger.warning("Core ML cannot pack weights of RNNs: %s is written with its rounded values, uncompressed.", name)
+
+
 def mark_root(model: nn.Module) -> None:
     """Register the version of the metadata on the root module."""
     _register(model, f"{METADATA_PREFIX}/metadata_version", torch.tensor(METADATA_VERSION))
@@ -84,7 +93,7 @@ def _metadata(tensor: CompressedTensor[Any]) -> dict[str, torch.Tensor]:
     elif isinstance(tensor, PalettizedTensor):
         kinds.append(CompressionType.PALETTIZATION)
         lut = tensor.lut
-        values["lut"] = lut.decode()
+        values["lut"] = _with_allowed_size(lut.decode())
         if isinstance(lut, QuantizedTensor):
             kinds.append(CompressionType.QUANTIZATION)
             values |= _quantization(lut)
@@ -96,11 +105,19 @@ def _metadata(tensor: CompressedTensor[Any]) -> dict[str, torch.Tensor]:
     return {"compression_type": torch.tensor([kind.to_coreml_code() for kind in kinds]), **values}
 
 
+def _with_allowed_size(lut: torch.Tensor) -> torch.Tensor:
+    """Tables of 5 and 7 bits, which Core ML lacks, with their last entry repeated up to the next size that it has."""
+    entries = lut.shape[-2]
+    missing = next(size for size in _PALETTE_ENTRIES if size >= entries) - entries
+    return torch.cat([lut, lut[..., -1:, :].expand(*lut.shape[:-2], missing, lut.shape[-1])], -2) if missing else lut
+
+
 def _quantization(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     fmt, zero_point = tensor.layout.number_format, tensor.zero_point()
     assert zero_point is not None
     return {
         "quantization_n_bits": torch.tensor(fmt.bits),
-        "quantization_scale": tensor.scale(),
+        # Of the weight's type, or the decoded constant would not fit the layer's other operands.
+        "quantization_scale": tensor.scale().to(torch.float16 if tensor.dtype == torch.float16 else torch.float32),
         "zero_point": zero_point.to(fmt.storage),
     }

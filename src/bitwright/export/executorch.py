@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import io
-import warnings
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from bitwright.artifact import CompressedTensor, QuantizedActivation, QuantizedTensor
 from bitwright.artifact.sites import activation_simulators
@@ -20,22 +19,28 @@ from bitwright.quantization.spec import PerTensorGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import ArithmeticActivation, fits_arithmetic
+from .conversion import ConversionError, converting
 from .coreai_activations import ActivationOperands, activation_operands
 from .extras import require
 from .lowering import lower
 
-__all__ = ["export_executorch", "run_executorch"]
+__all__ = ["export_executorch", "run_executorch", "stays_int8"]
 
 _LOW, _HIGH = -128, 127
+
+_Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], list[Any]]
+
+_logger = logging.getLogger(__name__)
 
 
 def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: str | Path) -> Path:
     """Write a prepared model as an ExecuTorch program.
 
-    Per-tensor and per-channel int8 weights and per-tensor activations become the quantize and dequantize ops that
-    XNNPACK fuses into its int8 kernels. Other weights are stored dense with their decoded values. Where one activation
-    does not fill int8 (fewer bits, a clipped range, dynamic, per channel), all are written as the arithmetic of their
-    simulation, because XNNPACK rejects layers that are int8 on one side only: as exact, but not as fast.
+    Symmetric per-tensor and per-channel int8 weights and per-tensor activations become the quantize and dequantize ops
+    that XNNPACK fuses into its int8 kernels. Other weights are stored dense with their decoded values. Where one
+    activation does not fill int8 (fewer bits, a clipped range, dynamic, per channel), all are written as the arithmetic
+    of their simulation, because XNNPACK rejects layers that are int8 on one side only: as exact, but not as fast. The
+    file is run once; where XNNPACK refuses it or computes something else, it is given less of the model.
 
     Args:
         model: prepared in eager or graph mode; not changed.
@@ -48,6 +53,7 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
     Raises:
         MissingExtraError: ExecuTorch is not installed.
         ValueError: an activation has no form there.
+        ConversionError: torch.export or ExecuTorch cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     exir = require("executorch.exir", "executorch", "Export to ExecuTorch")
@@ -55,16 +61,54 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers the quantized_decomposed ops
     # What XNNPACK leaves over runs on these kernels.
     require("executorch.kernels.quantized", "executorch", "Export to ExecuTorch")
-    fused = all(map(_runs_in_int8, activation_simulators(model).values()))
-    lowered = lower(model, _weight, functools.partial(_activation, fused=fused))
-    with torch.no_grad(), _quiet():
-        program = torch.export.export(lowered.model.eval(), example_inputs)
-        edge = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
-        buffer = edge.to_executorch().buffer
+    simulators = activation_simulators(model).values()
+    activation = functools.partial(_activation, fused=all(map(_runs_in_int8, simulators)))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(buffer)
+    partitioner = xnnpack.XnnpackPartitioner
+    ways: tuple[_Way, ...] = (
+        ("int8 weights, whole sub-graphs for XNNPACK", _weight, [partitioner()]),
+        ("int8 weights, single ops for XNNPACK", _weight, [partitioner(per_op_mode=True)]),
+        ("dense weights, whole sub-graphs for XNNPACK", _dense, [partitioner()]),
+        ("dense weights, nothing for XNNPACK", _dense, []),
+    )
+    exact = not simulators and all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
+    for number, (what, weight, partitioners) in enumerate(ways):
+        try:
+            lowered = lower(model, weight, activation).model.eval()
+            with converting("torch.export"):
+                program = torch.export.export(lowered, example_inputs)
+            with converting("ExecuTorch"):
+                edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
+                target.write_bytes(edge.to_executorch().buffer)
+                _check(target, program, example_inputs, 60 if exact else 15)
+        except ConversionError as error:
+            target.unlink(missing_ok=True)
+            if number + 1 == len(ways):
+                raise
+            _logger.warning("%s did not work (%s); next: %s.", what, error, ways[number + 1][0])
+        else:
+            break
     return target
+
+
+def _check(path: Path, program: Any, inputs: tuple[Any, ...], enough_db: float) -> None:
+    """Run a file once: XNNPACK's runtime refuses some graphs that its partitioner took, and computes some wrong.
+
+    Raises:
+        ValueError: the output is not the exported program's.
+    """
+    expected = [tensor.double() for tensor in tree_leaves(program.module()(*inputs))]
+    found = run_executorch(path, tuple(tree_leaves(inputs)))
+    noise = sum(float((a - b.double()).square().sum()) for a, b in zip(expected, found, strict=True))
+    signal = sum(float(tensor.square().sum()) for tensor in expected)
+    if not noise * 10 ** (enough_db / 10) <= signal:
+        raise ValueError("its runtime computes something else than the exported program")
+
+
+def _load(path: str | Path) -> Any:
+    runtime = require("executorch.runtime", "executorch", "Running ExecuTorch programs").Runtime.get()
+    return runtime.load_program(str(path)).load_method("forward")
 
 
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -74,9 +118,7 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
         MissingExtraError: ExecuTorch is not installed.
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
-    runtime = require("executorch.runtime", "executorch", "Running ExecuTorch programs").Runtime.get()
-    method = runtime.load_program(str(path)).load_method("forward")
-    return [output.clone() for output in method.execute(list(inputs))]
+    return [output.clone() for output in _load(path).execute(list(inputs))]
 
 
 class _Weight(nn.Module):
@@ -90,9 +132,13 @@ class _Weight(nn.Module):
         super().__init__()
         zero_point = tensor.zero_point()
         assert zero_point is not None
+        scale = tensor.scale().reshape(-1)
+        if axis is None and len(tensor.shape) == 2:
+            # XNNPACK multiplies float activations with weights per channel only.
+            axis, scale, zero_point = 0, scale.expand(tensor.shape[0]), zero_point.expand(tensor.shape[0], 1)
         self.axis = axis
         self.register_buffer("codes", tensor.codes())
-        self.register_buffer("scale", tensor.scale().reshape(-1))
+        self.register_buffer("scale", scale.contiguous())
         self.register_buffer("zero_point", zero_point.reshape(-1).long())
         self.single = (float(self.scale[0]), int(self.zero_point[0]))
 
@@ -137,14 +183,24 @@ class _Activation(nn.Module):
 
 
 def _weight(name: str, tensor: CompressedTensor[Any]) -> nn.Module:
-    if not isinstance(tensor, QuantizedTensor) or tensor.is_sparse or tensor.dtype != torch.float32:
+    if not stays_int8(tensor):
         return _Dense(tensor)
+    axes = [dim for dim, count in enumerate(tensor.layout.counts) if count > 1]
+    return _Weight(tensor, axes[0] if axes else None)
+
+
+def stays_int8(tensor: CompressedTensor[Any]) -> TypeGuard[QuantizedTensor]:
+    """Whether a weight is written as int8 codes: symmetric, with one scale, or one for each channel."""
+    if not isinstance(tensor, QuantizedTensor) or tensor.is_sparse or tensor.dtype != torch.float32:
+        return False
     layout = tensor.layout
     axes = [dim for dim, count in enumerate(layout.counts) if count > 1]
     by_channel = len(axes) <= 1 and all(layout.block_size[dim] == 1 for dim in axes)
-    if layout.format != "int8" or layout.formulation != "zp" or not by_channel:
-        return _Dense(tensor)
-    return _Weight(tensor, axes[0] if axes else None)
+    return layout.format == "int8" and layout.formulation == "zp" and by_channel and layout.zero_point == 0
+
+
+def _dense(name: str, tensor: CompressedTensor[Any]) -> nn.Module:
+    return _Dense(tensor)
 
 
 def _activation(name: str, simulator: FakeQuantizeImplBase, fused: bool) -> nn.Module | None:
@@ -152,6 +208,10 @@ def _activation(name: str, simulator: FakeQuantizeImplBase, fused: bool) -> nn.M
         QuantizedActivation.from_simulator(simulator, name)
     if fused:
         return _Activation(activation_operands(simulator))
+    if simulator.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise ValueError(
+            f"Activation {name!r}: ExecuTorch has no FP8 numbers; use an integer dtype or float4_e2m1fn for it."
+        )
     if fits_arithmetic(simulator):
         return ArithmeticActivation(simulator)
     if simulator._is_fused():
@@ -170,10 +230,3 @@ def _runs_in_int8(simulator: FakeQuantizeImplBase) -> bool:
         return False
     operands = activation_operands(simulator)
     return operands.compute_dtype == torch.float32 and operands.low is None and operands.high is None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.kept_layouts import keep_layout
+from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, compress_tensor
 from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .eager import place_weight, replace_modules
+from .conversion import is_prepared_graph
+from .eager import replace_modules
 from .graph import GraphSimulators, clean_up, compressed
 
 __all__ = ["LoweredModel", "lower"]
@@ -57,7 +60,7 @@ def lower(model: nn.Module, make_weight: MakeWeight, make_activation: MakeActiva
     Raises:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
     """
-    if isinstance(model, fx.GraphModule):
+    if isinstance(model, fx.GraphModule) and is_prepared_graph(model):
         return _lower_graph(model, make_weight, make_activation)
     return _lower_eager(_shared_copy(model).eval(), make_weight, make_activation)
 
@@ -70,10 +73,15 @@ def _lower_eager(twin: nn.Module, make_weight: MakeWeight, make_activation: Make
         module = None if dense else make_weight(site.name, tensor)
         if module is not None:
             lowered.weights[site.name] = tensor
+        plain: torch.Tensor = tensor.decode() if module is None else site.tensor
+        if module is None and isinstance(site.tensor, nn.Parameter):
+            plain = nn.Parameter(plain, requires_grad=False)  # the old one is the user's
         for path, attribute in site.owners:
             owner = twin.get_submodule(path)
             if module is None:
-                place_weight(owner, attribute, tensor, None)
+                keep_layout(owner, attribute, tensor.layout)
+                clear_parametrization(owner, attribute)
+                setattr(owner, attribute, plain)
             else:
                 replace_weight(owner, attribute, module, tensor.dtype)
     replacements: dict[Any, nn.Module] = {}

@@ -16,8 +16,9 @@ from bitwright.artifact.artifact import make_empty_directory
 from bitwright.formats import pack
 
 from .integers import signed_codes
+from .source import artifact_of_weights, linear_weights
 
-__all__ = ["export_compressed_tensors"]
+__all__ = ["export_compressed_tensors", "unsupported_weight"]
 
 _FP4 = "float4_e2m1fn_x2"
 
@@ -50,20 +51,20 @@ def export_compressed_tensors(
         NotADirectoryError: ``directory`` is a file.
         FileExistsError: it is not empty.
     """
-    artifact = Artifact.from_model(model, lazy=True)
+    artifact = artifact_of_weights(model)
     if artifact.activations:
         raise ValueError(
             f"The compressed-tensors exporter writes weights only, but {len(artifact.activations)} activations are "
             f"quantized, such as {next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and "
             "op_output_spec=None."
         )
-    linear = {f"{path}.weight" if path else "weight" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = linear_weights(model)
     tensors: dict[str, torch.Tensor] = {}
     schemes: dict[str, tuple[dict[str, Any], str, list[str]]] = {}
     refused: list[str] = []
     for name in artifact:
         tensor = artifact[name]
-        problem = _unsupported(tensor, name in linear)
+        problem = unsupported_weight(tensor, name in linear)
         if not isinstance(tensor, QuantizedTensor) or problem:
             if problem and not allow_dense:
                 refused.append(f"{name}: {problem}")
@@ -89,8 +90,8 @@ def export_compressed_tensors(
     return folder
 
 
-def _unsupported(tensor: CompressedTensor[Any], linear: bool) -> str | None:
-    """Why a compressed weight cannot be held; None if it can, or is not compressed."""
+def unsupported_weight(tensor: CompressedTensor[Any], linear: bool) -> str | None:
+    """Return why a compressed weight cannot be held; None if it can, or is not compressed."""
     if not isinstance(tensor, QuantizedTensor):
         compressed = tensor.is_sparse or tensor.layout.kind != "dense"
         return f"{tensor.layout.kind} tensors with look-up tables or masks have no form there" if compressed else None

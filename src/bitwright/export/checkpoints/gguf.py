@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
+from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.export.extras import require
 
-__all__ = ["export_gguf"]
+from .source import artifact_of_weights
+
+__all__ = ["export_gguf", "type_of"]
 
 BLOCK = 32
 
@@ -58,7 +60,7 @@ def export_gguf(
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
     """
     gguf = require("gguf", "gguf", "Export to GGUF")
-    artifact = Artifact.from_model(model, lazy=True)
+    artifact = artifact_of_weights(model)
     if artifact.activations:
         raise ValueError(
             f"GGUF holds weights only, but {len(artifact.activations)} activations are quantized, such as "
@@ -68,7 +70,7 @@ def export_gguf(
     refused = []
     for name in artifact:
         tensor = artifact[name]
-        kind, problem = _type_of(tensor, round_scales)
+        kind, problem = type_of(tensor, round_scales)
         if problem and not allow_dense:
             refused.append(f"{name}: {problem}")
         encoded[name] = (kind, _ENCODERS[kind](tensor)) if kind else _dense(tensor.decode())
@@ -101,8 +103,8 @@ def _dense(values: torch.Tensor) -> tuple[str, np.ndarray[Any, Any]]:
     return "F32", values.float().numpy()
 
 
-def _type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str | None]:
-    """The ggml type that holds a tensor, "" for a dense one, and what is wrong if it has to be dense."""
+def type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str | None]:
+    """Return the ggml type that holds a tensor, "" for a dense one, and what is wrong if it has to be dense."""
     if not isinstance(tensor, QuantizedTensor):
         compressed = tensor.is_sparse or tensor.layout.kind != "dense"
         return "", f"{tensor.layout.kind} tensors with look-up tables or masks have no type" if compressed else None

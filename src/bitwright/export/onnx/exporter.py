@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +13,14 @@ from torch import nn
 
 from bitwright.artifact import QuantizedActivation, QuantizedTensor
 from bitwright.export.arithmetic import ArithmeticActivation, fits_arithmetic
+from bitwright.export.conversion import converting
 from bitwright.export.extras import require
 from bitwright.export.lowering import LoweredModel, lower
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
 from .builder import NodeBuilder
+from .fusion import keep_weights_apart
 from .nbits import use_matmul_nbits
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
 from .weights import build_weight, permuted, weight_opset
@@ -28,8 +28,6 @@ from .weights import build_weight, permuted, weight_opset
 __all__ = ["export_onnx"]
 
 MIN_OPSET = 18
-
-_logger = logging.getLogger(__name__)
 
 
 def export_onnx(
@@ -71,6 +69,7 @@ def export_onnx(
     Raises:
         MissingExtraError: the onnx extra is not installed.
         ValueError: ``opset`` is too small for the model, ``int4`` is unknown, or an activation has no ONNX form.
+        ConversionError: torch's exporter cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     if int4 not in ("qdq", "matmul_nbits"):
@@ -91,6 +90,8 @@ def export_onnx(
         output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
+    keep_weights_apart(program.model.graph)
+    _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":
         program.model.opset_imports["com.microsoft"] = 1
@@ -127,7 +128,7 @@ def _traced(
     input_names: list[str] | None,
     output_names: list[str] | None,
 ) -> Any:
-    with torch.no_grad(), _quiet():
+    with converting("torch.onnx.export"), _quiet():
         return torch.onnx.export(
             model,
             args,
@@ -149,10 +150,7 @@ def _quiet() -> Iterator[None]:
     level = registration.level
     registration.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
+        yield
     finally:
         registration.setLevel(level)
 
@@ -188,6 +186,7 @@ def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[t
     if (
         transposes
         and isinstance(tensor, QuantizedTensor)
+        and not (tensor.is_sparse and tensor.minval() is not None)
         and all(user.op_type == "Transpose" and user.domain == "" for user in transposes)
     ):
         for user in transposes:
@@ -211,7 +210,19 @@ def _replace(old: Any, new: Any) -> None:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
+def _drop_metadata(model: Any) -> None:
+    """Drop the traces of Python code that the exporter attaches to everything: more bytes than many a model."""
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
 def _save(program: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    program.save(str(path))
+    with converting("torch.onnx.export"):
+        program.save(str(path))
     return path

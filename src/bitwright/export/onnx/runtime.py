@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bitwright.export.conversion import ConversionError
 from bitwright.export.extras import require
 
 __all__ = ["open_session", "run_onnx"]
@@ -25,6 +26,7 @@ def open_session(path: str | Path, *, optimize: bool = True, threads: int | None
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
+        ConversionError: ONNX Runtime has no kernel for an operator in the file.
     """
     runtime = require("onnxruntime", "onnx", "Running ONNX files")
     options = runtime.SessionOptions()
@@ -35,7 +37,13 @@ def open_session(path: str | Path, *, optimize: bool = True, threads: int | None
     if precise:
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
-    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ConversionError(
+            f"ONNX Runtime cannot run {str(path)!r} on the CPU: {error}. It has few kernels for bfloat16, and none for "
+            "float64 convolutions; convert the model to float32 before it is prepared, or run the file elsewhere."
+        ) from error
 
 
 def run_onnx(

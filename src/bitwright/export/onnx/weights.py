@@ -35,8 +35,14 @@ def weight_opset(tensor: CompressedTensor[Any]) -> int:
 
 
 def permuted(tensor: QuantizedTensor, order: tuple[int, ...]) -> QuantizedTensor:
-    """Return a quantized tensor with its dimensions in another order."""
-    layout = tensor.layout
+    """Return a quantized tensor with its dimensions in another order.
+
+    Entries that a mask drops get the code that stands for zero, and the mask is left out; so sparse tensors must be in
+    the ``zp`` formulation or of a float format.
+    """
+    layout, codes, mask, points = tensor.layout, tensor.codes(), tensor.mask(), tensor.zero_point()
+    if mask is not None and points is not None:
+        codes = torch.where(mask, codes, _repeated(points, tensor, keep=None).to(codes.dtype))
 
     def moved(parameter: torch.Tensor | None) -> torch.Tensor | None:
         return None if parameter is None else parameter.permute(order).contiguous()
@@ -44,9 +50,9 @@ def permuted(tensor: QuantizedTensor, order: tuple[int, ...]) -> QuantizedTensor
     scale = moved(tensor.scale())
     assert scale is not None
     return quantized_tensor(
-        tensor.codes().permute(order).contiguous(),
+        codes.permute(order).contiguous(),
         scale,
-        moved(tensor.zero_point()),
+        moved(points),
         moved(tensor.minval()),
         block_size=tuple(layout.block_size[dim] for dim in order),
         grid=layout.grid,

@@ -1,0 +1,89 @@
+"""What writers of all targets share: finalized copies, and the errors and the noise of other people's converters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+
+from bitwright.artifact.sites import simulators_in
+from bitwright.common import ExportBackend
+from bitwright.errors import BitwrightError
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+__all__ = ["ConversionError", "converting", "finalized_copy", "is_prepared_graph"]
+
+
+class ConversionError(BitwrightError, RuntimeError):
+    """The converter of a target cannot take the model; the message has its words and says what to do."""
+
+
+@contextlib.contextmanager
+def converting(converter: str) -> Iterator[None]:
+    """Run somebody else's converter: what it prints is dropped, what it raises becomes a ``ConversionError``.
+
+    Args:
+        converter: its name, to begin the message with.
+
+    Raises:
+        ConversionError: the block raised anything but an error of Bitwright or an ``ImportError``.
+    """
+    try:
+        with warnings.catch_warnings(), _output_dropped(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    except (BitwrightError, ImportError, MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ConversionError(
+            f"{converter} cannot take this model: {type(error).__name__}: {_words(error)}. "
+            "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
+            "leave the layers at fault out of the configuration."
+        ) from error
+
+
+@contextlib.contextmanager
+def _output_dropped() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _words(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400].rstrip(".") if lines else "no message"
+
+
+def is_prepared_graph(model: nn.Module) -> bool:
+    """Whether simulators stand in the model's graph, not at its modules; true for a graph without any simulator."""
+    if not isinstance(model, fx.GraphModule):
+        return False
+    called = (node.target for node in model.graph.nodes if node.op == "call_module")
+    in_graph = any(isinstance(model.get_submodule(str(name)), FakeQuantizeImplBase) for name in called)
+    return in_graph or not simulators_in(model)
+
+
+def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
+    """Return a prepared model in the form of ``backend``; the model itself is not changed.
+
+    Raises:
+        ValueError: the backend cannot hold a weight or an activation.
+        NotImplementedError: activations whose parameters are computed at run time.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        MissingExtraError: the backend's library is not installed.
+    """
+    if not is_prepared_graph(model):
+        from .eager import finalize_eager
+
+        return finalize_eager(copy.deepcopy(model).eval(), backend).eval()
+    from bitwright.quantization._graph.finalize import folded_copy
+
+    from .graph import GraphSimulators, finalize_graph
+
+    twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
+    found = GraphSimulators.of(twin)
+    return finalize_graph(twin, backend) if found.weights or found.activations else twin

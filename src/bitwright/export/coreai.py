@@ -1,0 +1,106 @@
+"""Core AI: an ``.aimodel`` made by coreai-torch, and its runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import nn
+
+from bitwright.common import ExportBackend
+
+from .conversion import converting, finalized_copy
+from .extras import require
+
+__all__ = ["export_coreai", "run_coreai"]
+
+
+def export_coreai(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Path:
+    """Write a prepared model as a Core AI model.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs.
+        path: the ``.aimodel`` folder to write; it must not exist.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingExtraError: the coreai extra is not installed.
+        FileExistsError: ``path`` exists.
+        ValueError: Core AI cannot hold a weight or an activation.
+        NotImplementedError: activations whose parameters are computed at run time.
+        ConversionError: torch.export or coreai-torch cannot take the model.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    target = Path(path)
+    if target.exists():
+        raise FileExistsError(f"{str(target)!r} exists already; give a path that does not.")
+    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    finalized = finalized_copy(model, ExportBackend.CoreAI)
+    with converting("torch.export"):
+        program = torch.export.export(
+            finalized, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes
+        )
+    with converting("coreai-torch"):
+        program = program.run_decompositions(coreai_torch.get_decomp_table())
+        converter = coreai_torch.TorchConverter()
+        converter.add_exported_program(program)
+        converted = converter.to_coreai()
+        if hasattr(converted, "optimize"):
+            converted.optimize()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        converted.save_asset(target)
+    return target
+
+
+def run_coreai(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a Core AI model once in the Core AI runtime.
+
+    Args:
+        path: the ``.aimodel`` folder.
+        inputs: tensors in the order of the model's inputs.
+
+    Returns:
+        The outputs in the model's order.
+
+    Raises:
+        MissingExtraError: the coreai extra is not installed.
+    """
+    require("coreai.runtime", "coreai", "Running Core AI models")
+    # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, _run(Path(path), inputs)).result()
+
+
+async def _run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    authoring = require("coreai.authoring", "coreai", "Running Core AI models")
+    array = require("coreai.runtime", "coreai", "Running Core AI models").NDArray
+    async with authoring.AIModelAsset.load(path).executable() as loaded:
+        function = loaded.load_function("main")
+        names = function.desc.input_names
+        outputs = await function(
+            inputs={name: array(_narrow(value)) for name, value in zip(names, inputs, strict=True)}
+        )
+        return [torch.utils.dlpack.from_dlpack(value._tensor.to_dlpack()).clone() for value in outputs.values()]
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of a type that Core AI has: its integers go up to 32 bits."""
+    tensor = tensor.detach().contiguous()
+    return tensor.int() if tensor.dtype == torch.int64 else tensor

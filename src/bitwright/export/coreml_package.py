@@ -1,0 +1,129 @@
+"""Core ML: an ``.mlpackage`` made by coremltools, and what its weights decode to."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bitwright.artifact.artifact import make_empty_directory
+from bitwright.common import ExportBackend
+
+from .conversion import converting, finalized_copy
+from .extras import require
+
+__all__ = ["compressed_constants", "export_coreml"]
+
+
+def export_coreml(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    precision: Literal["float16", "float32"] = "float16",
+) -> Path:
+    """Write a prepared model as a Core ML package for iOS 18, macOS 15 and later.
+
+    Weights become ``constexpr_*`` ops on packed constants, activations ``quantize`` and ``dequantize``. Core ML runs on
+    Apple's systems only; :func:`compressed_constants` reads back anywhere what the weights decode to.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs: tensors, whose shapes are fixed in the package.
+        path: the ``.mlpackage`` folder to write; it must be empty or not exist.
+        precision: in which the program computes; ``"float16"`` is coremltools' own choice. Scales and look-up tables
+            are stored in it.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingExtraError: the coreml extra is not installed.
+        FileExistsError: ``path`` is not empty.
+        CoreMLExportError: Core ML cannot hold a weight or an activation.
+        NotImplementedError: activations whose parameters are computed at run time.
+        ConversionError: torch cannot trace the model, or coremltools cannot take it.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    if precision not in ("float16", "float32"):
+        raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
+    coremltools = require("coremltools", "coreml", "Export to Core ML")
+    finalized = finalized_copy(model, ExportBackend.CoreML)
+    target = Path(path)
+    make_empty_directory(target)
+    target.rmdir()
+    with converting("torch.jit.trace"), _plain_attention():
+        traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+            finalized, example_inputs, check_trace=False
+        )
+    with converting("coremltools"):
+        half = precision == "float16"
+        package = coremltools.convert(
+            traced,
+            inputs=[_input_type(coremltools, tensor) for tensor in example_inputs],
+            convert_to="mlprogram",
+            minimum_deployment_target=coremltools.target.iOS18,
+            compute_precision=coremltools.precision.FLOAT16 if half else coremltools.precision.FLOAT32,
+            skip_model_load=True,
+        )
+        package.save(str(target))
+    return target
+
+
+def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the compressed constants of a package decode to, by name, as coremltools decodes them.
+
+    Args:
+        path: the ``.mlpackage`` folder.
+
+    Raises:
+        MissingExtraError: the coreml extra is not installed.
+    """
+    coremltools = require("coremltools", "coreml", "Reading Core ML packages")
+    loader = require("coremltools.converters.mil.frontend.milproto.load", "coreml", "Reading Core ML packages")
+    package = coremltools.models.MLModel(str(path), skip_model_load=True)
+    program = loader.load(
+        package.get_spec(), specification_version=package.get_spec().specificationVersion,
+        file_weights_dir=package.weights_dir,
+    )  # fmt: skip
+    for operation in program.functions["main"].operations:
+        inner = {user.op_type for output in operation.outputs for user in output.child_ops}
+        if operation.op_type.startswith("constexpr_") and not any(kind.startswith("constexpr_") for kind in inner):
+            for output, value in zip(operation.outputs, _decoded(operation), strict=True):
+                yield output.name, torch.from_numpy(value.copy())
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Let torch's attention modules call plain ops, not the fused one for inference that coremltools lacks."""
+    was_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_fast)
+
+
+def _decoded(operation: Any) -> tuple[Any, ...]:
+    """The outputs of a ``constexpr_*`` op; its operands may be such ops themselves."""
+    operands = []
+    for name in inspect.signature(type(operation).decompress).parameters:
+        variable = getattr(operation, name)
+        value = None if variable is None else variable.val
+        if variable is not None and value is None:
+            value = _decoded(variable.op)[list(variable.op.outputs).index(variable)]
+        operands.append(value)
+    values = type(operation).decompress(*operands)
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _input_type(coremltools: Any, tensor: torch.Tensor) -> Any:
+    import numpy as np
+
+    kinds: dict[torch.dtype, Any] = {torch.int64: np.int32, torch.int32: np.int32, torch.float16: np.float16}
+    return coremltools.TensorType(shape=tuple(tensor.shape), dtype=kinds.get(tensor.dtype, np.float32))

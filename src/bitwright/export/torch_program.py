@@ -1,0 +1,142 @@
+"""PyTorch itself: models whose weights stay packed, as modules, exported programs and ahead-of-time packages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.artifact import CompressedTensor, PackedTensor, QuantizedActivation
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+
+from .arithmetic import ArithmeticActivation, fits_arithmetic
+from .conversion import ConversionError, converting
+from .lowering import lower
+
+__all__ = ["export_aot_inductor", "export_torch", "has_compiler", "packed_copy", "run_aot_inductor", "run_torch"]
+
+# Where an op came from in the Python code: most of the bytes of a small program.
+_TRACES = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
+
+
+def packed_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a prepared model whose weights stay packed in memory and are decoded on use.
+
+    Activation simulators become plain arithmetic, so the copy needs nothing of Bitwright once it is exported. It
+    computes what the prepared model computes, bit for bit; batch norms that graph mode folds are folded.
+
+    Args:
+        model: prepared in eager or graph mode; not changed. Tensors that compression does not touch are shared.
+
+    Raises:
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
+            not calibrated.
+    """
+    return lower(model, _weight, _activation).model.eval()
+
+
+def export_torch(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Path:
+    """Write a prepared model with packed weights by ``torch.export.save``; it runs with torch alone.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs.
+        path: the ``.pt2`` file to write.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConversionError: torch.export cannot capture or write the model.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    packed, target = packed_copy(model), Path(path)
+    with converting("torch.export"):
+        program = torch.export.export(packed, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
+        program._example_inputs = None  # they are written too, and may be larger than the model
+        for node in program.graph.nodes:
+            for key in _TRACES:
+                node.meta.pop(key, None)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch.export.save(program, target)
+    return target
+
+
+def run_torch(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a saved program once; return its outputs, flattened."""
+    with torch.no_grad():
+        return _flat(torch.export.load(path).module()(*inputs))
+
+
+def has_compiler() -> bool:
+    """Whether the C++ compiler that AOTInductor needs is there."""
+    return any(shutil.which(name) for name in ("g++", "clang++"))
+
+
+def export_aot_inductor(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Path:
+    """Compile a prepared model with packed weights ahead of time; the package loads into Python and C++.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs.
+        path: the ``.pt2`` package to write.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConversionError: there is no C++ compiler, or torch cannot capture or compile the model.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    if not has_compiler():
+        raise ConversionError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is there; install one.")
+    packed, target = packed_copy(model), Path(path)
+    with converting("AOTInductor"):
+        program = torch.export.export(packed, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(target.absolute()))
+    return target
+
+
+def run_aot_inductor(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Load a package and run it once; return its outputs, flattened."""
+    with torch.no_grad():
+        return _flat(torch._inductor.aoti_load_package(str(path))(*inputs))
+
+
+def _weight(name: str, tensor: CompressedTensor[Any]) -> nn.Module:
+    return PackedTensor(tensor)
+
+
+def _activation(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:
+    if not simulator.is_stateless:
+        QuantizedActivation.from_simulator(simulator, name)
+    return ArithmeticActivation(simulator) if fits_arithmetic(simulator) else None
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

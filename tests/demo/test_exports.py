@@ -1,0 +1,82 @@
+"""The demo's export: every target has its row, measured in its runtime; what is missing is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.demo import EXPORT_RECIPES, run_exports
+from bitwright.demo.exports import ExportRow
+from bitwright.export.targets import TARGETS
+
+pytest.importorskip("sklearn")
+
+EVERY_TARGET = {name for _, names in EXPORT_RECIPES for name in names}
+
+
+def _without(monkeypatch, *kept):
+    """Pretend that the extras of all targets but ``kept`` are not installed, so that a run takes a second."""
+    for target in TARGETS.values():
+        if target.name not in kept:
+            for module in target.modules:
+                monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("bitwright.export.targets.has_compiler", lambda: "aot-inductor" in kept)
+
+
+def test_every_target_has_a_recipe():
+    assert set(TARGETS) == EVERY_TARGET
+
+
+def test_rows_of_what_is_installed_and_of_what_is_not(tmp_path, monkeypatch):
+    """The files are there with their sizes; a missing extra is a row that says what to install."""
+    _without(monkeypatch)
+    result = run_exports(tmp_path, epochs=1)
+    assert len(result.rows) == sum(len(names) for _, names in EXPORT_RECIPES)
+    by_status = {status: [row for row in result.rows if row.status == status] for status in ("run", "read", "missing")}
+    assert {row.target for row in by_status["run"]} == {"torch.export"}
+    assert {row.target for row in by_status["read"]} == {"packed artifact"}
+    assert not result.failures
+    for row in by_status["run"] + by_status["read"]:
+        assert row.equal
+        assert row.accuracy == row.prepared_accuracy
+        path = tmp_path / row.file
+        files = [path] if path.is_file() else list(path.iterdir())
+        assert row.bytes == sum(file.stat().st_size for file in files)
+    missing = {row.target: row.note for row in by_status["missing"]}
+    assert missing["ONNX"] == 'pip install "bitwright[onnx]"'
+    assert "C++ compiler" in missing["AOTInductor"]
+    assert missing.keys() == {t.title for t in TARGETS.values()} - {"torch.export", "packed artifact"}
+
+
+def test_a_target_that_fails_is_a_row_and_an_exit_code(tmp_path, monkeypatch):
+    """The others are written all the same, and the table is saved."""
+    _without(monkeypatch)
+
+    def broken(*_, **__):
+        raise RuntimeError("out of paper")
+
+    monkeypatch.setattr("bitwright.export.torch_program.export_torch", broken)
+    result = CliRunner().invoke(app, ["demo", "--export", str(tmp_path), "--epochs", "1"], env={"COLUMNS": "250"})
+    assert result.exit_code == 1, result.output
+    rows = [ExportRow(**row) for row in json.loads((tmp_path / "exports.json").read_text())["rows"]]
+    assert {row.status for row in rows} == {"failed", "missing", "read"}
+    assert {row.note for row in rows if row.status == "failed"} == {"RuntimeError: out of paper"}
+
+
+@pytest.mark.slow
+def test_every_runtime_agrees(tmp_path):
+    """All targets that are installed here: the prepared model's answers."""
+    torch.manual_seed(0)
+    result = run_exports(tmp_path, epochs=2)
+    assert not result.failures
+    for row in result.rows:
+        if row.status == "missing":
+            continue
+        if row.accuracy is not None:
+            assert abs(row.accuracy - row.prepared_accuracy) < 0.02
+        assert row.equal or row.sqnr_db > (35 if row.recipe == "w8a8" else 60), row

@@ -1,0 +1,117 @@
+"""The capability table says what the exporters and the runtimes really do; plans are checked against it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.export.capabilities import Form, capabilities, check_plan, weight_support
+from bitwright.export.samples import SAMPLES, _prepared, sample_weight
+from bitwright.export.targets import TARGETS
+from bitwright.planning import Severity
+from bitwright.pruning import PruningSpec
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+
+from .models import W8, Mlp, blocks, built, prepared, sqnr
+
+FAST = ("onnx", "coreai", "coreml", "gguf", "compressed-tensors", "torch")
+RUN_HERE = [name for name, target in TARGETS.items() if name not in ("artifact", "aot-inductor", "onnx-nbits")]
+
+
+@pytest.fixture(scope="module")
+def table():
+    return {(row.kind, row.label): row for row in capabilities()}
+
+
+def _compressed(kind, specs, x):
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    if kind == "activation":
+        return prepared(nn.Sequential(layer), x, W8, specs[0])[1]
+    for spec in specs:
+        layer = _prepared(layer, spec, torch.zeros(64, 64))
+    return layer.eval()
+
+
+def _row_test(table, kind, label, specs, name, folder):
+    target, claim = TARGETS[name], table[kind, label].targets[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    ready = _compressed(kind, specs, x)
+    path = folder / f"m{target.suffix}"
+    if claim.form == Form.REFUSED:
+        assert claim.reason
+        with pytest.raises((ValueError, NotImplementedError)):
+            target.write(ready, (x,), path, {}, None)
+        return
+    with torch.no_grad():
+        expected = ready(x)
+    target.write(ready, (x,), path, {}, None)
+    if target.run is not None:
+        assert sqnr(expected, target.run(path, [x])[0]) > (30 if kind == "activation" else 100)
+    if name == "executorch" and kind == "weight":
+        assert (path.stat().st_size < 16_000) == (claim.form == Form.PACKED)
+
+
+QUICK_ROWS = (
+    "int8, per channel",
+    "int3, per channel",
+    "pruned to 75 %, palette of 4 bits",
+    "uint4, blocks of 32, minval",
+)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(("label", "kind", "specs"), [row for row in SAMPLES if row[0] in QUICK_ROWS])
+def test_rows_hold_in_the_targets(table, label, kind, specs, name, tmp_path):
+    _row_test(table, kind, label, specs, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN_HERE)
+@pytest.mark.parametrize(("label", "kind", "specs"), SAMPLES)
+def test_every_row_holds_in_every_target(table, label, kind, specs, name, tmp_path):
+    _row_test(table, kind, label, specs, name, tmp_path)
+
+
+def test_samples_are_what_their_spec_says():
+    """The weights that the exporters are asked about have the layouts of their specs."""
+    tensor = sample_weight((QuantizationSpec(dtype="int4", granularity=blocks(32)),), (64, 64), "float32")
+    assert tensor.layout.counts == (64, 2)
+    sparse = sample_weight((PruningSpec(target_sparsity=0.75),), (64, 64), "float16")
+    assert sparse.is_sparse
+    assert sparse.dtype == torch.float16
+    assert weight_support("onnx", sparse).form == Form.DENSE
+
+
+def _plan(weight, activation=None, mode="eager"):
+    specs = None if activation is None else {"*": activation}
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(op_state_spec={"weight": weight}, op_input_spec=specs, op_output_spec=None),
+        execution_mode=mode,
+    )
+    model, x = built(Mlp)
+    return Quantizer(copy.deepcopy(model), config).plan((x,))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_plans_say_what_a_target_lacks(mode):
+    """Each tensor with the reason; errors for what is refused, warnings for what is stored dense."""
+    plan = _plan(QuantizationSpec(dtype="int4", granularity=blocks(32)), QuantizationSpec(dtype="int4"), mode)
+    assert not check_plan(plan, "onnx")
+    lacking = check_plan(plan, "coreml")
+    assert {problem.severity for problem in lacking} == {Severity.ERROR}
+    assert all("int4" in problem.message for problem in lacking)
+    dense = [problem for problem in check_plan(plan, "executorch") if "weight" in problem.where]
+    assert [problem.where for problem in dense] == ["up.weight", "down.weight"]
+    assert {problem.severity for problem in dense} == {Severity.WARNING}
+    assert len(check_plan(plan, "gguf")) == len([row for row in plan if row.kind == "activation" and row.spec])
+
+
+def test_an_unknown_target():
+    with pytest.raises(KeyError):
+        check_plan(_plan(W8), "tpu")

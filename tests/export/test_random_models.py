@@ -1,0 +1,145 @@
+"""Random small models and configurations through every exporter: what the prepared model computes, or refused."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bitwright.artifact import Artifact
+from bitwright.errors import BitwrightError
+from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors, read_gguf
+from bitwright.export.targets import TARGETS
+from bitwright.export.torch_program import packed_copy
+from bitwright.inspection import artifact_of
+
+from .models import sqnr
+from .random_cases import random_case
+
+SEEDS = st.integers(0, 1 << 20)
+
+
+def _prepared(seed):
+    """The case of a seed, its prepared model and output; None where the configuration does not fit the model."""
+    case = random_case(seed)
+    try:
+        _, ready = case.compress()
+    except (BitwrightError, ValueError, RuntimeError) as error:
+        if not _is_ours(error):
+            raise
+        return None
+    with torch.no_grad():
+        return case, ready, ready(case.x)
+
+
+def _is_ours(error):
+    return isinstance(error, BitwrightError) or "bitwright" in traceback.extract_tb(error.__traceback__)[-1].filename
+
+
+def _enough(case, expected):
+    """The smallest ratio in dB that differences in the order of sums explain.
+
+    With quantized activations one such difference may move a code by one, and the codes behind it.
+    """
+    if expected.dtype != torch.float32:
+        return 15 if case.has_activations or expected.dtype == torch.bfloat16 else 30
+    return 25 if case.has_activations else 90
+
+
+def _check_target(name, seed, path):
+    found = _prepared(seed)
+    if found is None:
+        return
+    case, ready, expected = found
+    target, before = TARGETS[name], {key: value.clone() for key, value in ready.state_dict().items()}
+    try:
+        target.write(ready, (case.x,), path, {}, None)
+        output = target.run(path, [case.x])[0] if target.run is not None else expected
+    except (BitwrightError, ValueError, NotImplementedError) as error:
+        if not _is_ours(error):
+            raise
+    else:
+        assert output.shape == expected.shape
+        assert sqnr(expected.float(), output.float()) > _enough(case, expected), case.name
+    after = ready.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before), case.name
+
+
+def _random(count):
+    """Settings for as many cases as one second or so allows."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def _target_test(name, count):
+    if TARGETS[name].missing() is not None:
+        pytest.skip(TARGETS[name].missing())
+
+    @_random(count)
+    @given(SEEDS)
+    def check(seed):
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory() as folder:
+            _check_target(name, seed, Path(folder) / f"model{TARGETS[name].suffix}")
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "count"), [("onnx", 4), ("coreai", 5), ("coreml", 3)])
+def test_a_few_cases(name, count):
+    _target_test(name, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("onnx", 60), ("onnx-nbits", 30), ("coreai", 60), ("coreml", 40), ("executorch", 30), ("torch", 40)],
+)
+def test_many_cases(name, count):
+    _target_test(name, count)
+
+
+@_random(12)
+@given(SEEDS)
+def test_packed_models_compute_the_same(seed):
+    """Bit for bit, but where folding a batch norm or a copied layout makes torch choose another kernel."""
+    found = _prepared(seed)
+    if found is None:
+        return
+    case, ready, expected = found
+    with torch.no_grad():
+        output = packed_copy(ready)(case.x)
+    assert sqnr(expected.float(), output.float()) > (110 if expected.dtype == torch.float32 else 20), case.name
+
+
+@_random(10)
+@given(SEEDS)
+def test_artifacts_and_checkpoints_decode_to_the_same(tmp_path_factory, seed):
+    """Artifacts of everything, checkpoints of what they hold; where GGUF does not round scales it is exact."""
+    found = _prepared(seed)
+    if found is None:
+        return
+    case, ready, _ = found
+    folder = tmp_path_factory.mktemp("case")
+    artifact = artifact_of(ready)
+    artifact.save(folder / "artifact")
+    read = Artifact.load(folder / "artifact")
+    assert all(torch.equal(artifact.decode(name), read.decode(name)) for name in artifact), case.name
+    for write, reader, path in (
+        (export_compressed_tensors, read_compressed_tensors, folder / "checkpoint"),
+        (export_gguf, read_gguf, folder / "m.gguf"),
+    ):
+        try:
+            write(ready, path, allow_dense=True)
+        except ValueError as error:
+            if not _is_ours(error):
+                raise
+            continue
+        state = reader(path)
+        for name in artifact.compressed:
+            weight = artifact.decode(name)
+            assert torch.equal(state[name].to(weight.dtype), weight), (case.name, name)
