@@ -1,148 +1,50 @@
 """Quantization-aware training against coreai-opt and torchao: float, PTQ, QAT and LSQ, with the same steps.
 
-    python benchmarks/qat.py --peer-python /path/to/python/with/coreai-opt
+    python benchmarks/qat.py --peer-python /path/to/python/with/coreai-opt [--tasks digits] [--widths W4A4] [--seeds 0]
+    python benchmarks/qat.py --time --peer-python ...
 
 Two tasks: the digits CNN (cross entropy and accuracy on held-out digits) and a character transformer on the source of
 Python's standard library (nats per character on held-out text). For each of W8A8, W4A8, W4A4, W2A4: weights per output
 channel, activations per tensor. coreai-opt runs the same specs in its own interpreter; torchao, which has no
-convolutions, runs the transformer with per-token activations, and so does Bitwright beside it. All start from the same
-float weights and see the same batches. Results go to benchmarks/results/qat.json.
+convolutions, runs the transformer with per-token activations, and so does Bitwright beside it. All rows of a seed start
+from the same float weights and see the same batches at the same learning rate; ``float_more`` takes the same further
+steps in float. ``--time`` measures training steps instead, the libraries taking turns.
+
+Results are kept row by row in benchmarks/results/qat.json (``--time``: qat_step_time.json); rows that are there are
+not run again without ``--again``, so that a run may be cut into pieces.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import json
-import random
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
+import warnings
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
+from _measure import Timing, Worker, alternate, machine, ratio, write_json
+from _qat_tasks import MODELS, Loop, character_data, digits_data, evaluate, loss_of, train
 
+__all__ = ["MODELS", "character_data", "digits_data", "evaluate", "loss_of", "train"]
+
+RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4), "W2A4": (2, 4)}
-CONTEXT = 48
 CALIBRATION = 4
-
-
-class CNN(nn.Module):
-    """Depthwise-separable convolutions with batch norm on 8×8 images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm0 = nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
-        self.depth, self.norm1 = nn.Conv2d(32, 32, 3, 2, 1, groups=32, bias=False), nn.BatchNorm2d(32)
-        self.point, self.norm2 = nn.Conv2d(32, 64, 1, bias=False), nn.BatchNorm2d(64)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm0(self.stem(x)))
-        x = F.relu(self.norm2(self.point(F.relu(self.norm1(self.depth(x))))))
-        return self.head(x.mean((2, 3)))
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            t.reshape(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class CharTransformer(nn.Module):
-    """Two blocks over characters."""
-
-    def __init__(self, vocabulary: int = 97, width: int = 96) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-MODELS = {"digits": CNN, "characters": CharTransformer}
-
-
-def digits_data(steps: int) -> dict[str, Any]:
-    from bitwright.demo import load_digits
-
-    digits = load_digits()
-    generator = torch.Generator().manual_seed(0)
-    picks = [torch.randint(0, len(digits.train_images), (64,), generator=generator) for _ in range(steps)]
-    return {
-        "batches": [(digits.train_images[i], digits.train_labels[i]) for i in picks],
-        "test": (digits.test_images, digits.test_labels),
-    }
-
-
-def character_data(steps: int) -> dict[str, Any]:
-    names = ("argparse", "ast", "dataclasses", "datetime", "inspect", "tarfile", "typing", "unittest.mock", "zipfile")
-    sources = [Path(str(importlib.import_module(name).__file__)).read_text() for name in names]
-    codes = torch.tensor([min(max(ord(c) - 31, 0), 96) for c in "\n".join(sources)])
-    held_out = len(codes) // 10
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(0, len(text) - CONTEXT - 1, (count,), generator=generator)
-        rows = torch.stack([text[s : s + CONTEXT + 1] for s in starts])
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    return {"batches": [draw(codes[:-held_out], 16) for _ in range(steps)], "test": draw(codes[-held_out:], 128)}
-
-
-def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
-
-
-def train(model: nn.Module, batches: list[Any], groups: Any, after: Any = None) -> float:
-    """Train with Adam and a linear decay; return the median seconds of a step."""
-    optimizer = torch.optim.Adam(groups)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 - i / len(batches))
-    seconds = []
-    for x, y in batches:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        decay.step()
-        if after is not None:
-            after()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[3:])
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, test: Any) -> dict[str, float]:
-    model.eval()
-    logits = model(test[0])
-    return {"loss": float(loss_of(logits, test[1])), "accuracy": float((logits.argmax(-1) == test[1]).float().mean())}
+FLOAT_STEPS, STEPS = {"digits": 800, "characters": 500}, {"digits": 150, "characters": 100}
+RATE = {"digits": 5e-3, "characters": 3e-3}
+SHARE = 0.2  # learning rate of the further steps, relative to that of the float model
+# coreai-opt leaves these in float, and so must Bitwright when both are to train the same simulators.
+ONLY_BITWRIGHT = ("scaled_dot_product_attention", "layer_norm")
+ROWS = {
+    "digits": ["ptq", "qat", "lsq", "coreai_opt"],
+    "characters": ["ptq", "qat", "lsq", "coreai_opt", "qat_tokens", "torchao"],
+}
+PAIRS = (("qat", "coreai_opt"), ("lsq", "coreai_opt"), ("qat_tokens", "torchao"))
 
 
 def tensor_config(library: str, weight_bits: int, activation_bits: int, learned: bool = False) -> Any:
@@ -156,54 +58,17 @@ def tensor_config(library: str, weight_bits: int, activation_bits: int, learned:
         activation |= {"fake_quantize_cls": "lsq_plus", "range_calculator_cls": "mse"}
     made = spec.QuantizationSpec(**activation)
     config = quantization.ModuleQuantizerConfig(
-        op_input_spec={"*": made}, op_output_spec=None, op_state_spec={"weight": spec.QuantizationSpec(**weight)}
+        op_input_spec={"*": made},
+        op_output_spec=None,
+        op_state_spec={"weight": spec.QuantizationSpec(**weight)},
+        op_type_config=dict.fromkeys(ONLY_BITWRIGHT),
     )
     return quantization.QuantizerConfig(global_config=config, execution_mode="eager")
 
 
-def run_quantizer(library: str, task: str, job: dict[str, Any], bits: tuple[int, int], method: str) -> dict[str, Any]:
-    """PTQ, QAT or LSQ with a quantizer; the two libraries have the same interface."""
-    quantization = importlib.import_module(f"{library}.quantization")
-    model = MODELS[task]()
-    model.load_state_dict(job["float"])
-    quantizer = quantization.Quantizer(model, tensor_config(library, *bits, learned=method == "lsq"))
-    prepared = quantizer.prepare((job["batches"][0][0],))
-    with quantizer.calibration_mode(), torch.no_grad():
-        for x, _ in job["batches"][:CALIBRATION]:
-            prepared(x)
-    step_seconds = None
-    if method != "ptq":
-        ranges = []
-        if method == "lsq":
-            ranges = importlib.import_module("bitwright.quantization.qat").range_parameters(prepared)
-        known = {id(p) for p in ranges}
-        groups = [{"params": [p for p in prepared.parameters() if id(p) not in known], "lr": job["rate"]}]
-        groups += [{"params": ranges, "lr": job["rate"] * 0.1}] if ranges else []
-        with quantizer.training_mode():
-            step_seconds = train(prepared, job["batches"], groups)
-    return {"step_seconds": step_seconds, **evaluate(prepared, job["test"])}
-
-
-def run_tokens(who: str, job: dict[str, Any], bits: tuple[int, int]) -> dict[str, Any]:
-    """QAT of the transformer's linear layers with per-token activations, by torchao or by Bitwright."""
-    model = CharTransformer()
-    model.load_state_dict(job["float"])
-    weight, activation = getattr(torch, f"int{bits[0]}"), getattr(torch, f"int{bits[1]}")
-    if who == "torchao":
-        from torchao.quantization import quantize_
-        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
-
-        quantize_(
-            model,
-            QATConfig(
-                activation_config=IntxFakeQuantizeConfig(activation, "per_token", is_symmetric=False),
-                weight_config=IntxFakeQuantizeConfig(weight, "per_channel"),
-                step="prepare",
-            ),
-        )
-        seconds = train(model.train(), job["batches"], [{"params": list(model.parameters()), "lr": job["rate"]}])
-        return {"step_seconds": seconds, **evaluate(model, job["test"])}
-    from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+def token_config(weight: torch.dtype, activation: torch.dtype) -> Any:
+    """Per-token activations and per-channel weights of linear layers, as torchao's QAT has them."""
+    from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, QuantizerConfig
     from bitwright.quantization.spec import PerChannelGranularity, PerTokenGranularity
 
     rows = QuantizationSpec(
@@ -211,92 +76,232 @@ def run_tokens(who: str, job: dict[str, Any], bits: tuple[int, int]) -> dict[str
     )
     states = {"weight": QuantizationSpec(dtype=weight, granularity=PerChannelGranularity(axis=0))}
     linear = ModuleQuantizerConfig(op_input_spec={0: rows}, op_output_spec=None, op_state_spec=states)
-    config = QuantizerConfig(
+    return QuantizerConfig(
         global_config=None, module_type_configs={"torch.nn.modules.linear.Linear": linear}, execution_mode="eager"
     )
-    quantizer = Quantizer(model, config)
-    prepared = quantizer.prepare((job["batches"][0][0],))
-    with quantizer.training_mode():
-        seconds = train(prepared, job["batches"], [{"params": list(prepared.parameters()), "lr": job["rate"]}])
-    return {"step_seconds": seconds, **evaluate(prepared, job["test"])}
 
 
-def run_peer(python: str, folder: Path, task: str, name: str) -> dict[str, Any] | None:
-    command = [python, __file__, "--worker", str(folder / f"{task}.pt"), task, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+class Trainer:
+    """One row: the float model with one library's simulators, calibrated, and its training loop."""
+
+    def __init__(self, row: str, task: str, job: dict[str, Any], bits: tuple[int, int]) -> None:
+        self.row, self.job, self.quantizer = row, job, None
+        model = MODELS[task]()
+        model.load_state_dict(job["float"])
+        dtypes = [getattr(torch, f"int{n}") for n in bits]
+        if row == "torchao":
+            from torchao.quantization import quantize_
+            from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+            activation = IntxFakeQuantizeConfig(dtypes[1], "per_token", is_symmetric=False)
+            weight = IntxFakeQuantizeConfig(dtypes[0], "per_channel")
+            quantize_(model, QATConfig(activation_config=activation, weight_config=weight, step="prepare"))
+        elif row not in ("float", "float_more"):
+            library = "coreai_opt" if row == "coreai_opt" else "bitwright"
+            config = tensor_config(library, *bits, learned=row == "lsq") if row != "qat_tokens" else None
+            quantizer = importlib.import_module(f"{library}.quantization").Quantizer(
+                model, config or token_config(*dtypes)
+            )
+            model = quantizer.prepare((job["batches"][0][0],))
+            with quantizer.calibration_mode(), torch.no_grad():
+                for x, _ in job["batches"][:CALIBRATION]:
+                    model(x)
+            self.quantizer = quantizer
+        self.model = model
+        self.loop: Loop | None = None
+
+    def begin(self) -> Loop:
+        """Enter training mode."""
+        groups = [{"params": list(self.model.parameters()), "lr": self.job["rate"]}]
+        if self.row == "lsq":
+            groups = importlib.import_module("bitwright.quantization.qat").parameter_groups(
+                self.model, self.job["rate"]
+            )
+        if self.quantizer is not None:
+            self.mode = self.quantizer.training_mode()
+            self.mode.__enter__()
+        self.model.train()
+        self.loop = Loop(self.model, self.job["batches"], groups)
+        return self.loop
+
+    def quality(self) -> dict[str, float]:
+        """Train, unless the row is about no training, and evaluate."""
+        if self.row != "float" and self.row != "ptq":
+            loop = self.begin()
+            for _ in self.job["batches"]:
+                loop.step()
+            if self.quantizer is not None:
+                self.mode.__exit__(None, None, None)
+        return evaluate(self.model, self.job["test"])
+
+    def measure(self, steps: int) -> float:
+        """Return the mean seconds of some steps."""
+        loop = self.loop or self.begin()
+        return sum(loop.step() for _ in range(steps)) / steps
 
 
-def make_job(task: str, float_steps: int, steps: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    data = (digits_data if task == "digits" else character_data)(float_steps + steps)
-    model = MODELS[task]()
-    rate = 5e-3 if task == "digits" else 3e-3
-    train(model.train(), data["batches"][:float_steps], [{"params": list(model.parameters()), "lr": rate}])
-    state = copy.deepcopy(model.state_dict())
-    later = data["batches"][float_steps:]
-    return {
-        "float": state,
-        "batches": later,
-        "test": data["test"],
-        "rate": rate * 0.2,
-        "reached": evaluate(model, data["test"]),
-    }
+def make_job(folder: Path, task: str, seed: int) -> Path:
+    """Train the float model, unless ``folder`` has it, and return the file with it and the further batches."""
+    before, after = FLOAT_STEPS[task], STEPS[task]
+    path = folder / f"{task}-{seed}-{before}-{after}.pt"
+    if not path.exists():
+        torch.manual_seed(seed)
+        data = {"digits": digits_data, "characters": character_data}[task](before + after, seed)
+        model = MODELS[task]()
+        train(model.train(), data["batches"][:before], [{"params": list(model.parameters()), "lr": RATE[task]}])
+        later = data["batches"][before:]
+        job = {"float": model.state_dict(), "batches": later, "test": data["test"], "rate": RATE[task] * SHARE}
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(job, path)
+    return path
 
 
-def summarize(task: str, name: str, rows: dict[str, Any], reached: float) -> dict[str, Any]:
-    lost = rows["ptq"]["loss"] - reached
-    summary: dict[str, Any] = {
-        "ptq_lost": lost,
-        "qat_recovered": (rows["ptq"]["loss"] - rows["qat"]["loss"]) / lost if lost > 0 else None,
-        "lsq_recovered": (rows["ptq"]["loss"] - rows["lsq"]["loss"]) / lost if lost > 0 else None,
-    }
-    for other, own in (("coreai_opt", "qat"), ("torchao", "qat_tokens")):
-        if other in rows and "loss" in rows[other]:
-            summary[f"step_time_to_{other}"] = rows[own]["step_seconds"] / rows[other]["step_seconds"]
-            summary[f"loss_minus_{other}"] = rows[own]["loss"] - rows[other]["loss"]
-    print(f"{task} {name}: " + ", ".join(f"{k} {v:.3f}" for k, v in summary.items() if v is not None), flush=True)
+def serve() -> None:
+    """Answer requests of the other interpreter: the quality of a row, or the seconds of some steps."""
+    trainers: dict[str, Trainer] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            key = json.dumps(request["row"])
+            if key not in trainers or request["op"] == "quality":
+                row, task, path, bits = request["row"]
+                trainers = {**trainers, key: Trainer(row, task, torch.load(path, weights_only=True), bits)}
+            trainer = trainers[key]
+            result = trainer.quality() if request["op"] == "quality" else trainer.measure(request["steps"])
+            answer = {"result": result}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def measure_quality(options: argparse.Namespace, folder: Path, peer: Worker | None) -> None:
+    """Run the rows that are missing, writing after each."""
+    report = json.loads(options.output.read_text()) if options.output.exists() else {"rows": {}}
+    report |= {"machine": machine(), "float_steps": FLOAT_STEPS, "steps": STEPS, "calibration_batches": CALIBRATION}
+    wanted = [("-", row) for row in ("float", "float_more")]
+    for task in options.tasks:
+        rows = [row for row in ROWS[task] if options.rows is None or row in options.rows]
+        for seed in options.seeds:
+            for width, row in [*wanted, *((w, r) for w in options.widths for r in rows)]:
+                key = f"{task}/{width}/{row}/{seed}"
+                foreign = row == "coreai_opt"
+                if (key in report["rows"] and not options.again) or (foreign and peer is None):
+                    continue
+                path, bits = make_job(folder, task, seed), WIDTHS.get(width, (8, 8))
+                if foreign:
+                    assert peer is not None
+                    result = peer.ask(op="quality", row=[row, task, str(path), bits])
+                else:
+                    result = Trainer(row, task, torch.load(path, weights_only=True), bits).quality()
+                report["rows"][key] = result
+                print(f"{key}: {result['loss']:.4f} {result['accuracy']:.4f}", flush=True)
+                report["summary"] = summarize(report["rows"])
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(report, indent=2) + "\n")
+    for name, found in report.get("summary", {}).items():
+        print(name, *(f"\n    {k}: {v}" for k, v in found.items()))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return minimum, median and maximum over seeds."""
+    found = {"minimum": min(values), "median": median(values), "maximum": max(values)}
+    return {key: round(value, 5) for key, value in found.items()} | {"seeds": len(values)}
+
+
+def summarize(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return, by task and width, losses of the rows and their comparisons over the seeds."""
+    summary: dict[str, Any] = {}
+    for task in MODELS:
+        for width in WIDTHS:
+            losses: dict[str, dict[str, float]] = {}
+            accuracies: dict[str, list[float]] = {}
+            for key, result in rows.items():
+                in_task, at, row, seed = key.split("/")
+                if in_task == task and at in ("-", width):
+                    losses.setdefault(row, {})[seed] = result["loss"]
+                    accuracies.setdefault(row, []).append(result["accuracy"])
+            if "ptq" in losses:
+                found = {f"loss of {row}": spread(list(by_seed.values())) for row, by_seed in losses.items()}
+                found |= {f"accuracy of {row}": spread(values) for row, values in accuracies.items()}
+                summary[f"{task} {width}"] = found | compare(losses)
     return summary
 
 
+def compare(losses: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return seed by seed what training wins back of PTQ's loss, and differences of losses of rows."""
+    found: dict[str, Any] = {}
+    for base, name in (("float", "recovered"), ("float_more", "recovered of float with the same further steps")):
+        for row in ("qat", "lsq", "coreai_opt", "qat_tokens", "torchao"):
+            seeds = [s for s in losses.get(row, {}) if s in losses["ptq"] and s in losses.get(base, {})]
+            lost = {s: losses["ptq"][s] - losses[base][s] for s in seeds}
+            shares = [(losses["ptq"][s] - losses[row][s]) / lost[s] for s in seeds if lost[s] > 0]
+            if shares:
+                found[f"{row}: {name}"] = spread(shares)
+    for row, other in (*PAIRS, ("lsq", "qat")):
+        seeds = [s for s in losses.get(row, {}) if s in losses.get(other, {})]
+        if seeds:
+            found[f"loss of {row} minus {other}"] = spread([losses[row][s] - losses[other][s] for s in seeds])
+    return found
+
+
+def measure_time(options: argparse.Namespace, folder: Path, peer: Worker | None) -> None:
+    """Measure training steps, all libraries in turn, task by task and width by width."""
+    report = json.loads(options.output.read_text())["results"] if options.output.exists() else {}
+    for task in options.tasks:
+        path = make_job(folder, task, options.seeds[0])
+        job = torch.load(path, weights_only=True)
+        for width in options.widths:
+            if f"{task} {width}" in report and not options.again:
+                continue
+            sides = {}
+            for row in [*("float", "qat", "lsq", "coreai_opt"), *ROWS[task][4:]]:
+                if row == "coreai_opt" and peer is not None:
+                    request = {"op": "time", "row": [row, task, str(path), WIDTHS[width]], "steps": options.steps}
+                    sides[row] = lambda request=request: peer.ask(**request)
+                elif row != "coreai_opt":
+                    trainer = Trainer(row, task, job, WIDTHS[width])
+                    sides[row] = lambda trainer=trainer: trainer.measure(options.steps)
+            timings = alternate(sides, options.repeats, pause=0.02)
+            print(f"{task} {width}: " + ", ".join(f"{row} {timing}" for row, timing in timings.items()))
+            report[f"{task} {width}"] = {"seconds": timings, "ratios": step_ratios(timings)}
+            print(f"    {report[f'{task} {width}']['ratios']}", flush=True)
+            write_json(options.output, report)
+
+
+def step_ratios(timings: dict[str, Timing]) -> dict[str, float]:
+    """Return quotients of the median seconds of a step."""
+    pairs = [pair for pair in (*PAIRS, ("qat", "float"), ("lsq", "float")) if all(row in timings for row in pair)]
+    return {f"{row} / {other}": round(ratio(timings[row], timings[other]), 3) for row, other in pairs}
+
+
 def main() -> None:
+    """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="interpreter with coreai-opt; left out, the peer is skipped")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--float-steps", type=int, default=300)
     parser.add_argument("--tasks", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--widths", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "qat.json")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", help="rows to run; all when left out")
+    parser.add_argument("--time", action="store_true", help="measure the time of steps")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements of each library with --time")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each measurement with --time")
+    parser.add_argument("--again", action="store_true", help="run rows that the results have already")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bitwright-qat")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(2)
-    random.seed(0)
+    warnings.filterwarnings("ignore", category=UserWarning)
     if options.worker:
-        path, task, name = options.worker
-        print(json.dumps(run_quantizer("coreai_opt", task, torch.load(path, weights_only=True), WIDTHS[name], "qat")))
+        serve()
         return
-    report: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "steps": options.steps}
-    with tempfile.TemporaryDirectory() as folder:
-        for task in options.tasks:
-            job = make_job(task, options.float_steps, options.steps)
-            torch.save(job, Path(folder) / f"{task}.pt")
-            report[task] = {"float": job["reached"]}
-            for name in options.widths:
-                bits = WIDTHS[name]
-                rows = {m: run_quantizer("bitwright", task, job, bits, m) for m in ("ptq", "qat", "lsq")}
-                if task == "characters":
-                    rows |= {
-                        "qat_tokens": run_tokens("bitwright", job, bits),
-                        "torchao": run_tokens("torchao", job, bits),
-                    }
-                if options.peer_python:
-                    rows["coreai_opt"] = run_peer(options.peer_python, Path(folder), task, name)
-                report[task][name] = {**rows, "summary": summarize(task, name, rows, job["reached"]["loss"])}
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(report, indent=2) + "\n")
+    options.output = options.output or RESULTS / ("qat_step_time.json" if options.time else "qat.json")
+    peer = Worker(options.peer_python, Path(__file__), "--worker") if options.peer_python else None
+    try:
+        (measure_time if options.time else measure_quality)(options, options.folder, peer)
+    finally:
+        if peer is not None:
+            peer.close()
 
 
 if __name__ == "__main__":

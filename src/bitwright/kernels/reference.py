@@ -414,8 +414,8 @@ def observe_running_and_fake_quantize(
         grid: the codes.
         scheme: as in ``choose_qparams``.
         scale_dtype: as in ``choose_qparams``.
-        averaging_constant: weight ``c`` of this tensor in ``running = c * new + (1 - c) * running``; None keeps the
-            extremes of all tensors.
+        averaging_constant: weight ``c`` of this tensor in ``running = c * new + (1 - c) * running``, see
+            ``moving_average``; None keeps the extremes of all tensors.
         restart: forget the running range and take this tensor's.
         quantize: False observes only.
 
@@ -432,8 +432,7 @@ def observe_running_and_fake_quantize(
     if not restart and averaging_constant is None:
         low, high = torch.minimum(running_min, low), torch.maximum(running_max, high)
     elif not restart and averaging_constant is not None:
-        low = averaging_constant * low + (1 - averaging_constant) * running_min
-        high = averaging_constant * high + (1 - averaging_constant) * running_max
+        low, high = moving_average(low, high, running_min, running_max, averaging_constant)
     made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
     with torch.no_grad():
         for kept, new in zip((running_min, running_max, scale, zero_point, minval), (low, high, *made), strict=True):
@@ -442,6 +441,19 @@ def observe_running_and_fake_quantize(
     if not quantize:
         return x
     return fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
+
+
+def moving_average(
+    low: torch.Tensor, high: torch.Tensor, running_min: torch.Tensor, running_max: torch.Tensor, constant: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``constant * new + (1 - constant) * running`` of both ends of a range.
+
+    A block that was zero throughout so far has no range to be averaged with, and takes the new one: an average that
+    grew out of zero would clip nearly all values, and with them their gradients, for hundreds of steps.
+    """
+    blank = (running_min == 0) & (running_max == 0)
+    below, above = constant * low + (1 - constant) * running_min, constant * high + (1 - constant) * running_max
+    return torch.where(blank, low, below), torch.where(blank, high, above)
 
 
 def check_running(

@@ -181,7 +181,6 @@ def _merge_learned(calculator: Any) -> None:
         if isinstance(finder, DistributionRangeCalculatorBase) and finder._histogram is not None:
             low, high = finder.current_range()
             total.low, total.high = low.clamp(max=0), high.clamp(min=0)
-        calculator._statistics = total
         calculator._start_from(total)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.qat import parameter_groups
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, QuantizationComponentFactory
 
 GRANULARITIES = {
@@ -228,3 +229,76 @@ def test_float_formats_are_refused():
     """LSQ is about integer grids."""
     with pytest.raises(ValueError, match="integer grid"):
         make("lsq", "weight", dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus"])
+@pytest.mark.parametrize("dtype", ["int8", "uint4"])
+@pytest.mark.parametrize("qscheme", ["symmetric", "asymmetric"])
+def test_a_tensor_of_zeros_leaves_the_step_open(kind, dtype, qscheme):
+    """A new LoRA adapter puts out zeros; the step begins with the first tensor that says something, and then stays."""
+    for target in ("weight", "activation"):
+        fq = make(kind, target, dtype=dtype, qscheme=qscheme)
+        x = torch.zeros(4, 8).requires_grad_()
+        y = fq(x)
+        y.sum().backward()
+        assert torch.equal(y, torch.zeros(4, 8))
+        assert torch.equal(x.grad, torch.ones(4, 8))
+        fq(tensor())
+        fresh = make(kind, target, dtype=dtype, qscheme=qscheme)
+        fresh(tensor())
+        step = fq.qparams_calculator.scale.clone()
+        assert torch.equal(step, fresh.qparams_calculator.scale)
+        fq(tensor(1) * 50)
+        assert torch.equal(fq.qparams_calculator.scale, step)
+
+
+def test_a_step_that_overshot_zero_counts_by_its_size():
+    """A negative step quantizes and learns as the positive one, with the opposite gradient."""
+    one, other = make("lsq", dtype="int4"), make("lsq", dtype="int4")
+    for fq in (one, other):
+        fq(tensor())
+    with torch.no_grad():
+        other.qparams_calculator.scale.neg_()
+    weight = tensor(2)
+    outputs = [fq(tensor(1)) for fq in (one, other)]
+    for y in outputs:
+        (y * weight).sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(one.qparams_calculator.scale.grad, -other.qparams_calculator.scale.grad)
+    alphas = [make("pact", "activation", dtype="uint4", qscheme="asymmetric") for _ in range(2)]
+    for fq in alphas:
+        fq(tensor())
+    with torch.no_grad():
+        alphas[1].qparams_calculator.alpha.neg_()
+    x = tensor(1) * 3
+    outputs = [fq(x) for fq in alphas]
+    for y in outputs:
+        (y * weight).sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(alphas[0].qparams_calculator.alpha.grad, -alphas[1].qparams_calculator.alpha.grad)
+
+
+def test_parameter_groups_give_every_range_a_rate_of_its_own():
+    """Rates are shares of the steps, offsets get four times that, every parameter that trains is in one group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    quantizer = Quantizer(model, config(kind_activation="lsq_plus"))
+    prepared = quantizer.prepare((tensor(0, (8, 16)),))
+    prepared[0].bias.requires_grad_(False)
+    groups = parameter_groups(prepared, 1e-3, range_lr=0.02, weight_decay=0.1)
+    assert groups[0]["lr"] == 1e-3
+    assert groups[0]["weight_decay"] == 0.1
+    grouped = [parameter for group in groups for parameter in group["params"]]
+    wanted = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
+    assert {id(p) for p in grouped} == {id(p) for p in wanted}
+    assert len(grouped) == len(wanted)
+    rates = {id(group["params"][0]): group["lr"] for group in groups[1:]}
+    for name, module in prepared.named_modules():
+        if hasattr(module, "qparams_calculator"):
+            scale = module.qparams_calculator.scale
+            assert rates[id(scale)] == pytest.approx(0.02 * scale.mean().item()), name
+            if hasattr(module.qparams_calculator, "offset"):
+                assert rates[id(module.qparams_calculator.offset)] == pytest.approx(0.08 * scale.mean().item())
+    torch.optim.Adam(groups)
+    with pytest.raises(ValueError, match="range_lr=-1"):
+        parameter_groups(prepared, 1e-3, range_lr=-1)

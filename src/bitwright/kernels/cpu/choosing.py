@@ -97,8 +97,10 @@ def track(
         low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
         low = np.float32(0) if low >= 0 else low
         high = np.float32(0) if high <= 0 else high
-        low = blend(low, get(running_lows, dtype, block), dtype, mode, constant, 1.0)
-        high = blend(high, get(running_highs, dtype, block), dtype, mode, constant, -1.0)
+        old_low, old_high = get(running_lows, dtype, block), get(running_highs, dtype, block)
+        how = 0 if mode == 1 and old_low == 0 and old_high == 0 else mode  # nothing to average with
+        low = blend(low, old_low, dtype, how, constant, 1.0)
+        high = blend(high, old_high, dtype, how, constant, -1.0)
         put(running_lows, dtype, block, low)
         put(running_highs, dtype, block, high)
         poke_f32(lows + 4 * block, low)

@@ -222,8 +222,9 @@ def choose_kernel(
         if MODE != 0:
             old_low = widen(tl.load(running_lows + at, mask=inside, other=0), DTYPE)
             old_high = widen(tl.load(running_highs + at, mask=inside, other=0), DTYPE)
-            low = _blend(low, old_low, new, old, 1.0, DTYPE, MODE)
-            high = _blend(high, old_high, new, old, -1.0, DTYPE, MODE)
+            blank = (old_low == 0) & (old_high == 0) & (MODE == 1)  # nothing to average with
+            low = tl.where(blank, low, _blend(low, old_low, new, old, 1.0, DTYPE, MODE))
+            high = tl.where(blank, high, _blend(high, old_high, new, old, -1.0, DTYPE, MODE))
         tl.store(running_lows + at, narrow(low, DTYPE), mask=inside)
         tl.store(running_highs + at, narrow(high, DTYPE), mask=inside)
     scale, point, origin = choose(low, high, quant_min, quant_max, DTYPE, SCHEME)

@@ -10,7 +10,7 @@ from .fake_quantize_config import (
     IntxFakeQuantizeConfig,
 )
 from .intx import Float8QuantizationSpec, IntxQuantizationSpec
-from .parameters import range_parameters
+from .parameters import parameter_groups, range_parameters
 
 __all__ = [
     "DistillationLoss",
@@ -20,5 +20,6 @@ __all__ = [
     "Float8QuantizationSpec",
     "IntxFakeQuantizeConfig",
     "IntxQuantizationSpec",
+    "parameter_groups",
     "range_parameters",
 ]

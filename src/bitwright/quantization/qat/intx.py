@@ -161,7 +161,8 @@ class _IntxLearnedQParamsCalculator(_IntxParameters, LearnedQParamsCalculatorBas
         scale, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
         values = {"scale": scale.clamp(min=_SMALLEST_LEARNED_SCALE)}
         if zero_point is not None:
-            values["zero_point"] = zero_point.round().clamp(self.quant_min, self.quant_max)
+            kept = zero_point.float().round().clamp(self.quant_min, self.quant_max)
+            values["zero_point"] = kept.to(zero_point.dtype)
         return values
 
     def _derive(self) -> QParams:

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _SMALLEST = torch.finfo(torch.float32).eps
+_INSIDE = 1e-6
 
 
 class _Statistics:
@@ -90,7 +91,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         """Find initial values where they are due, and return the present ``(scale, zero_point, minval)``."""
         self._resolve_axis(tensor.ndim)
         settled = self._initialized and self.training and not self._restart
-        if self._export_mode or settled:
+        if self._export_mode or settled or (self._initialized and self._is_sharded()):
             return self.get_qparams()
         if not self._initialized:
             self._compute_dtype_for_export = tensor.dtype
@@ -101,8 +102,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             known = None
         accumulates = not isinstance(self.range_calculator, MinMaxRangeCalculator)
         weight = self.quantization_target.value == "weight"
-        self._statistics = new if known is None or weight else known.merged(new, latest_range=accumulates)
-        self._start_from(self._statistics)
+        self._start_from(new if known is None or weight else known.merged(new, latest_range=accumulates))
         return self.get_qparams()
 
     def _measure(self, tensor: torch.Tensor) -> _Statistics:
@@ -115,13 +115,18 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
 
     def _start_from(self, statistics: _Statistics) -> None:
         mean_abs = (statistics.abs_sum / max(statistics.count, 1.0)).float()
-        values = self._initial_values(statistics.low, statistics.high, mean_abs)
+        # Zero lies at the edge of an affine range of width zero, where no gradient passes: put it inside.
+        empty = ((statistics.low == 0) & (statistics.high == 0)).float() * _INSIDE
+        values = self._initial_values(statistics.low - empty, statistics.high + empty, mean_abs)
         for name, value in values.items():
             if name in self._LEARNED:
                 self._set_learned(name, value)
             else:
                 self._store_buffer(name, value)
-        self._initialized, self._restart = True, False
+        # A tensor of zeros, such as the output of a new LoRA adapter, says nothing about the step: the next one may.
+        blank = not bool(statistics.abs_sum.any())
+        self._initialized, self._restart = True, blank
+        self._statistics = None if blank else statistics
 
     def _set_learned(self, name: str, value: torch.Tensor) -> None:
         parameter: Any = self._parameters[name]
@@ -160,7 +165,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
 
         Parameters that are sharded over processes (FSDP) keep their values, with a warning: calibrate before sharding.
         """
-        if any(is_sharded(p) for p in self._parameters.values() if p is not None):
+        if self._is_sharded():
             warnings.warn(
                 "Learned quantization parameters are sharded already, so they start from what was observed before. "
                 "Calibrate before fully_shard().",
@@ -169,11 +174,14 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             return
         self._statistics, self._restart = None, True
 
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(p) for p in self._parameters.values() if p is not None)
+
     def _merge_statistics(self, other: Any) -> None:
         if other._statistics is None:
             return
-        self._statistics = other._statistics if self._statistics is None else self._statistics.merged(other._statistics)
-        self._start_from(self._statistics)
+        known = self._statistics
+        self._start_from(other._statistics if known is None else known.merged(other._statistics))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_derived": None}
@@ -200,8 +208,12 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             self._restart = False
 
     def _step(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the step that is computed with: an optimizer may overshoot zero."""
-        return scale.to(torch.float32).clamp(min=_SMALLEST)
+        """Return the step that is computed with.
+
+        An optimizer may overshoot zero, where a step clamped to its smallest value would quantize everything to
+        nothing and so stay there: the size of the number counts.
+        """
+        return scale.to(torch.float32).abs().clamp(min=_SMALLEST)
 
     def extra_repr(self) -> str:
         """Return the learned parameters as text."""

@@ -40,6 +40,11 @@ class _Blocks:
         return summed.reshape(like.shape)
 
 
+def _sign(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the derivative of the parameter's size, by which alone it counts."""
+    return torch.where(parameter < 0, -1.0, 1.0)
+
+
 class _LearnedStep(torch.autograd.Function):
     """Fake quantization with gradients for step ``s`` and offset ``b``.
 
@@ -87,7 +92,7 @@ class _LearnedStep(torch.autograd.Function):
             outside_at = zero if origin is None else blocks.spread(origin)
             moved = y.reshape(blocks.view) - torch.where(inside, values, outside_at)
             total = blocks.total(gradient * moved, learned_scale)
-            grad_scale = total / step.reshape(learned_scale.shape) * ctx.gradient_scale
+            grad_scale = total / step.reshape(learned_scale.shape) * ctx.gradient_scale * _sign(learned_scale)
         if learned_offset is not None and ctx.needs_input_grad[2]:
             grad_offset = blocks.total(gradient * ~inside, learned_offset) * ctx.gradient_scale
         return grad_x, grad_scale, grad_offset, *(None,) * 9
@@ -116,11 +121,11 @@ class _LearnedClip(torch.autograd.Function):
         x, alpha = ctx.saved_tensors
         blocks = _Blocks(tuple(x.shape), ctx.block_size)
         values = x.to(torch.float32).reshape(blocks.view)
-        above = values >= blocks.spread(alpha)
+        above = values >= blocks.spread(alpha.abs())
         grad_x = grad * ((values >= 0) & ~above).reshape(x.shape) if ctx.needs_input_grad[0] else None
         grad_alpha = None
         if ctx.needs_input_grad[1]:
-            grad_alpha = blocks.total(grad.to(torch.float32).reshape(blocks.view) * above, alpha)
+            grad_alpha = blocks.total(grad.to(torch.float32).reshape(blocks.view) * above, alpha) * _sign(alpha)
         return grad_x, grad_alpha, *(None,) * 5
 
 

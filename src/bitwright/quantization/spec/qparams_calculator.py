@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bitwright.kernels.reference import moving_average
+
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase, StatelessQParamsCalculatorBase
 from ._running_range import RunningRangeMixin
@@ -109,9 +111,8 @@ class MovingAverageQParamsCalculator(RunningRangeMixin, StatefulQParamsCalculato
         self.averaging_constant = averaging_constant
 
     def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the averages with the further range taken in."""
-        new, old = self.averaging_constant, 1 - self.averaging_constant
-        return new * min_val + old * self.running_min, new * max_val + old * self.running_max
+        """Return the averages with the further range taken in; blocks that were zero so far take it as it is."""
+        return moving_average(min_val, max_val, self.running_min, self.running_max, self.averaging_constant)
 
     def merge_running_range(
         self, other_min: torch.Tensor, other_max: torch.Tensor, other_share: float
