@@ -16,6 +16,7 @@ from bitwright.planning.chains import Chain, find_chains
 from bitwright.program import Argument, Program
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_program import build_program
+from bitwright.quantization._graph.fold_insert import OP_NAME
 from bitwright.quantization.config import QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -47,7 +48,7 @@ class GraphProbe(PairProbe):
         self._ends: dict[str, tuple[fx.Node, fx.Node]] = {}
         self._weight_args: dict[str, tuple[str, fx.Node]] = {}
         self._folded: set[str] = set()
-        self._names = {node.name: node for node in self.compressed.graph.nodes}
+        self._names = {node.meta.get(OP_NAME, node.name): node for node in self.compressed.graph.nodes}
         self._find_layers(program, reference)
         self._by_end = {ends[0]: site for site in self.layers if (ends := self._ends.get(site.name))}
         keep = {self._ends[site.name][0]: self._outside(site) for site in self.layers if site.name in self._ends}

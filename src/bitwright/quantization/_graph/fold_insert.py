@@ -17,9 +17,11 @@ from bitwright.program.graph_module import TracedGraphModule
 from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, channels_of
 from .mode_ops import batch_counter
 
-__all__ = ["FOLDS", "Fold", "fold_batch_norms"]
+__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms"]
 
 FOLDS = "batch_norm_folds"
+OP_NAME = "bitwright_op"
+"""Key of ``node.meta`` for the name that a renamed layer has in the program and in the float model's graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def _name_as_pt2e_does(folds: Sequence[Fold]) -> None:
     """
     for fold in folds:
         if _is_conv(fold):
+            fold.layer.meta[OP_NAME] = fold.layer.name
             _take_next_number(fold.layer, fold.layer.name)
     for turn in range(3):
         for fold in folds:
