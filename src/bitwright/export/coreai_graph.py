@@ -6,16 +6,37 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import parametrize
 
 from bitwright.artifact import CompressedTensor, QuantizedTensor
+from bitwright.artifact.packed import replace_weight
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_activations import ActivationOperands, activation_operands
-from .coreai_weights import quantized_operands
+from .coreai_weights import coreai_weight, quantized_operands
 from .extras import require
 from .mapped import MappedFiles
 
-__all__ = ["emit_activation", "emit_weight", "weight_buffers"]
+__all__ = ["emit_activation", "emit_weight", "weight_operands"]
+
+
+def weight_operands(
+    tensor: CompressedTensor[Any], base: str, files: MappedFiles | None, *, stacked: bool
+) -> dict[str, Any]:
+    """Return what takes a simulator's place: operands of an op, or a module of ops for masks and palettes.
+
+    Args:
+        tensor: a weight that is not left dense.
+        base: start of the names of buffers, name of the module and of the file.
+        files: where to store buffers, None to keep them in memory.
+        stacked: whether several simulators stand on the weight.
+    """
+    if isinstance(tensor, QuantizedTensor) and not stacked:
+        return weight_buffers(tensor, base, files)
+    layer = coreai_weight(tensor)
+    if files is not None:
+        files.store(layer, base)
+    return {"layer": layer, "dtype": tensor.dtype}
 
 
 def weight_buffers(tensor: CompressedTensor[Any], base: str, files: MappedFiles | None) -> dict[str, Any]:
@@ -48,6 +69,9 @@ def weight_buffers(tensor: CompressedTensor[Any], base: str, files: MappedFiles 
 
 def emit_weight(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any]) -> None:
     """Replace a simulator's call on a weight by ``coreai.constexpr_blockwise_shift_scale``."""
+    if "layer" in operands:
+        _read_through_layer(module, node, operands)
+        return
     graph, base = module.graph, operands["base"]
     read: dict[str, fx.Node] = {}
     with graph.inserting_before(node):
@@ -97,6 +121,19 @@ def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuanti
         if cast:
             new = _cast(graph, new, operands.compute_dtype)
     _take_place(node, new)
+
+
+def _read_through_layer(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any]) -> None:
+    """Make the weight itself read as what a module of Core AI's ops computes, as in eager mode."""
+    source: Any = node
+    while source.op == "call_module":
+        source = source.args[0]
+    path, _, attribute = str(source.target).rpartition(".")
+    owner = module.get_submodule(path)
+    if not parametrize.is_parametrized(owner, attribute):
+        replace_weight(owner, attribute, operands["layer"], operands["dtype"])
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
 
 
 def _clamp(module: fx.GraphModule, x: fx.Node, operands: ActivationOperands, name: str, rank: int) -> fx.Node:

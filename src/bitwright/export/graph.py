@@ -12,7 +12,7 @@ from torch import fx, nn
 from bitwright._utils.kept_layouts import keep_layout
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.common import ExportBackend
-from bitwright.config.spec import CompressionTargetTensor
+from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.quantization._export_utils import (
     can_export_stateless_fake_quant,
     get_activation_export_handler,
@@ -36,17 +36,17 @@ class UnsupportedWeightError(ValueError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GraphWeight:
-    """A weight of a graph under one simulator.
+    """A weight of a graph under simulators.
 
     Attributes:
         target: name of the parameter or buffer.
-        nodes: the simulator's calls on it.
-        simulator: the simulator.
+        nodes: the calls of the last simulator on it.
+        simulators: the simulators, the innermost first.
     """
 
     target: str
     nodes: list[fx.Node]
-    simulator: FakeQuantizeImplBase
+    simulators: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,31 @@ class GraphSimulators:
     @classmethod
     def of(cls, module: fx.GraphModule) -> GraphSimulators:
         """Find them; a simulator of a parameter or buffer counts as a weight's."""
-        weights: dict[tuple[str, int], GraphWeight] = {}
+        weights: dict[tuple[Any, ...], GraphWeight] = {}
         activations = []
         for node in module.graph.nodes:
-            simulator = simulator_of(module, node)
-            if simulator is None:
-                continue
-            source = node.args[0]
-            on_state = isinstance(source, fx.Node) and source.op == "get_attr"
-            if on_state and simulator.quantization_target != CompressionTargetTensor.ACTIVATION:
-                key = (str(source.target), id(simulator))
-                weights.setdefault(key, GraphWeight(key[0], [], simulator)).nodes.append(node)
-            else:
+            target, simulators = _stack_of(module, node)
+            if target and not any(_stack_of(module, user)[0] for user in node.users):
+                key = (target, *map(id, simulators))
+                weights.setdefault(key, GraphWeight(target, [], simulators)).nodes.append(node)
+            elif not target and (simulator := simulator_of(module, node)) is not None:
                 activations.append((node, simulator))
         return cls(list(weights.values()), activations)
+
+
+def _stack_of(module: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[nn.Module, ...]]:
+    """Return the state that ``node`` simulates and the simulators on it up to there; nothing for other nodes."""
+    found: list[nn.Module] = []
+    source: Any = node
+    while isinstance(source, fx.Node) and source.op == "call_module":
+        simulator = module.get_submodule(str(source.target))
+        target = getattr(simulator, "quantization_target", CompressionTargetTensor.WEIGHT)
+        if not isinstance(simulator, CompressionSimulatorBase) or target == CompressionTargetTensor.ACTIVATION:
+            return "", ()
+        found.insert(0, simulator)
+        source = source.args[0]
+    on_state = bool(found) and isinstance(source, fx.Node) and source.op == "get_attr"
+    return (str(source.target), tuple(found)) if on_state else ("", ())
 
 
 def simulator_of(module: fx.GraphModule, node: fx.Node) -> FakeQuantizeImplBase | None:
@@ -133,13 +144,13 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
 
 def compressed(module: fx.GraphModule, weight: GraphWeight) -> CompressedTensor[Any]:
     """Return the compressed form of a graph's weight."""
-    tensor = compress_tensor(state_of(module, weight.target), [weight.simulator], weight.target)
+    tensor = compress_tensor(state_of(module, weight.target), weight.simulators, weight.target)
     keep_layout(module, weight.target, tensor.layout)
     return tensor
 
 
 def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: str | None) -> None:
-    from .coreai_graph import emit_activation, emit_weight, weight_buffers
+    from .coreai_graph import emit_activation, emit_weight, weight_operands
     from .coreai_weights import coreai_layers, unsupported_weight
 
     coreai_layers()
@@ -155,8 +166,8 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
             if problem is not None:
                 raise UnsupportedWeightError(f"Weight {weight.target!r} cannot be exported to Core AI: {problem}.")
             base = _unused(weight.target.replace(".", "_"), taken)
-            dense = isinstance(tensor, DenseTensor)
-            buffers.append(None if dense else weight_buffers(tensor, base, files))
+            dense = isinstance(tensor, DenseTensor) and not tensor.is_sparse
+            buffers.append(None if dense else weight_operands(tensor, base, files, stacked=len(weight.simulators) > 1))
     except BaseException:
         if files is not None:
             files.discard()
@@ -209,18 +220,18 @@ def _unused(name: str, taken: dict[str, int]) -> str:
 def clean_up(module: fx.GraphModule) -> None:
     """Remove what nobody calls any more; dense weights that nobody reads become empty placeholders."""
     graph = module.graph
+    simulators = {name for name, child in module._modules.items() if isinstance(child, CompressionSimulatorBase)}
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "get_attr" or simulator_of(module, node) is not None):
+        if not node.users and (node.op == "get_attr" or node.target in simulators):
             if node.op == "get_attr":
                 _empty(module, str(node.target), names_of)
             graph.erase_node(node)
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    for name, child in list(module._modules.items()):
-        if isinstance(child, FakeQuantizeImplBase) and name not in called:
-            del module._modules[name]
+    for name in simulators - called:
+        del module._modules[name]
     graph.lint()
     module.recompile()
 

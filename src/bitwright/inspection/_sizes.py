@@ -79,7 +79,7 @@ def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
         found[name] = StoredSize(name, layout.numel, 8 * layout.nbytes, True)
     for path, attribute, _ in kept_layouts(model):
         hidden |= _replaced_names(model, path, attribute)
-    seen: set[int] = set()
+    seen = {id(tensor) for name, tensor in _plain_state(model) if name in found}
     for name, tensor in _plain_state(model):
         if name not in hidden and name not in found and id(tensor) not in seen:
             seen.add(id(tensor))
@@ -97,7 +97,7 @@ def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
             if weight.target not in done:
                 done.add(weight.target)
                 state = state_of(model, weight.target)
-                yield weight.target, _layout(state, (weight.simulator,), weight.target, strict)
+                yield weight.target, _layout(state, weight.simulators, weight.target, strict)
     for site in weight_sites(model):
         yield site.name, _layout(site.tensor, site.simulators, site.name, strict)
     shared: set[int] = set()

@@ -70,7 +70,7 @@ def find_chains(
     chains: list[Chain] = []
     for op in program.ops:
         role = own_roles.get(canonical_name(op.type)) or role_of(op)
-        if role is None or id(op) in covered or not op.outputs:
+        if role is None or id(op) in covered or not op.outputs or _makes_weight(op):
             continue
         ops = _look_ahead(op, role, outputs)
         for number, later in enumerate(ops[1:], 1):
@@ -103,6 +103,11 @@ def fused_problems(chains: Sequence[Chain]) -> list[Problem]:
         )
         for key, names in found.items()
     ]
+
+
+def _makes_weight(op: Op) -> bool:
+    """True for a cut through a parameter (``w.chunk(3)``) whose pieces are weights of further ops."""
+    return any(output.view is not None and output.view.is_operand for output in op.outputs)
 
 
 def _resolve(op: Op, rules: ModuleRules, *further: str) -> OpRule:

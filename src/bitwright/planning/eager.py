@@ -20,6 +20,7 @@ from .quantized import Resolution, quantized_bytes, resolve_activation, resolve_
 from .stacking import kinds_on, masked_bytes, stacking_problem
 from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
+from .weight_views import link_views
 
 __all__ = ["plan_eager_quantization"]
 
@@ -37,6 +38,7 @@ def plan_eager_quantization(
     """
     rules = resolve_module_rules(config, model)
     op_rules = OpRules(rules)
+    link_views(program)
     builder = PlanBuilder("eager")
     for decision in decide_states(program, rules, op_rules).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))

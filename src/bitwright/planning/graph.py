@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ from .sharing import DisjointSets
 from .slots import SlotTable, build_slots
 from .states import decide_states, state_input_problems
 from .unmatched import unmatched_problems
+from .weight_views import link_views
 
 __all__ = ["GraphDecisions", "boundary_paths", "plan_graph_quantization"]
 
@@ -40,11 +41,13 @@ class GraphDecisions:
         plan: rows, placements and problems.
         chains: the ops that are quantized as one.
         rules: which part of the configuration owns which module.
+        stacks: by name of a weight, the simulators that stand on it already.
     """
 
     plan: Plan
     chains: list[Chain]
     rules: ModuleRules
+    stacks: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
 
 
 def boundary_paths(config: Any, model: nn.Module) -> tuple[str, ...]:
@@ -54,7 +57,11 @@ def boundary_paths(config: Any, model: nn.Module) -> tuple[str, ...]:
 
 
 def plan_graph_quantization(
-    config: Any, model: nn.Module, program: Program, own_roles: Mapping[str, OpRole] = MappingProxyType({})
+    config: Any,
+    model: nn.Module,
+    program: Program,
+    own_roles: Mapping[str, OpRole] = MappingProxyType({}),
+    stacks: Mapping[str, Sequence[nn.Module]] = MappingProxyType({}),
 ) -> GraphDecisions:
     """Apply a ``QuantizerConfig`` to the program of an exported graph, in time nearly linear in its size.
 
@@ -63,12 +70,14 @@ def plan_graph_quantization(
         model: the model that ``program`` was captured from; only its module tree is read.
         program: from :func:`bitwright.program.graph.capture_graph`.
         own_roles: the user's own kinds of ops, see :func:`~bitwright.planning.chains.find_chains`.
+        stacks: by name of a weight, the simulators that stand on it already.
     """
     rules = resolve_module_rules(config, model)
+    link_views(program)
     chains = find_chains(program, rules, own_roles)
     builder = PlanBuilder("graph")
     for decision in decide_states(program, rules, _rules_of(chains)).values():
-        builder.add_weight(decision)
+        builder.add_weight(decision, stacks.get(decision.state.name, ()))
     table = build_slots(program, chains)
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
@@ -79,7 +88,7 @@ def plan_graph_quantization(
         problems += _keep_or_drop_axis(group)
     for placement, resolution in _placements(groups, table):
         builder.add_activation(placement, resolution)
-    return GraphDecisions(builder.build([*problems, *unmatched_problems(rules)]), chains, rules)
+    return GraphDecisions(builder.build([*problems, *unmatched_problems(rules)]), chains, rules, stacks)
 
 
 def _rules_of(chains: Sequence[Chain]) -> Callable[[Op], OpRule | None]:

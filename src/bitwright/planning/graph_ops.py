@@ -14,7 +14,16 @@ from bitwright.program.aten_names import canonical_name
 if TYPE_CHECKING:
     from .slots import Slot
 
-__all__ = ["ACTIVATIONS", "OpRole", "Passthrough", "default_inputs", "is_float", "passthrough_of", "role_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "OpRole",
+    "Passthrough",
+    "default_inputs",
+    "is_float",
+    "is_quantized",
+    "passthrough_of",
+    "role_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ _ROLES: Mapping[str, OpRole] = MappingProxyType(
         "mm": _MATMUL,
         "bmm": _MATMUL,
         "baddbmm": OpRole("baddbmm", takes_activation=True),
+        "grouped_mm": OpRole("grouped_mm", inputs=(0,)),
         "einsum": OpRole("einsum", takes_activation=True),
         "add": OpRole("add", takes_activation=True),
         "mul": OpRole("mul", takes_activation=True),
@@ -118,6 +128,11 @@ _PASSTHROUGH: Mapping[str, Passthrough] = MappingProxyType(
 def role_of(op: Op) -> OpRole | None:
     """Return how ``op`` is quantized, None for an op that is left alone."""
     return _ROLES.get(canonical_name(op.type))
+
+
+def is_quantized(op_type: str) -> bool:
+    """Whether ops of this type are quantized."""
+    return canonical_name(op_type) in _ROLES
 
 
 def passthrough_of(op: Op) -> Passthrough | None:

@@ -13,6 +13,7 @@ from bitwright.program.aten_names import canonical_name
 from bitwright.quantization.spec import QuantizationScheme
 
 from .graph_ops import passthrough_of
+from .mutation import Aliases
 
 __all__ = ["KnownRange", "known_range", "known_ranges", "sentinel_values"]
 
@@ -78,11 +79,13 @@ def _handed_on(fact: KnownRange | None, op: Op) -> KnownRange | None:
 
 # A number at most this large means "masked": it stands for minus infinity in front of a softmax.
 _SENTINEL = -1e4
-_SOURCES = frozenset({"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"})
+_SOURCES = frozenset(
+    {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"} | {"tensor"}
+)
 _CARRIERS = frozenset(
     {"add", "sub", "mul", "where", "masked_fill", "cat", "stack", "to", "_to_copy", "triu", "tril", "repeat", "expand"}
     | {"index_put", "copy", "slice_scatter", "select_scatter", "masked_scatter", "type_as", "detach", "alias"}
-    | {"lift_fresh_copy"}
+    | {"lift_fresh_copy", "fill"}
 )
 
 
@@ -93,9 +96,14 @@ def sentinel_values(program: Program) -> set[int]:
     """
     states = {id(value.state): value for op in program.ops for value in _state_arguments(op)}
     found = {id(value) for value in states.values() if _is_sentinel_state(value)}
+    aliases = Aliases()
     for op in program.ops:
+        aliases.add(op)
         if _is_source(op) or (_carries(op) and any(id(argument.value) in found for argument in op.arguments)):
             found.update(id(value) for value in op.outputs)
+            found.update(id(value) for value in aliases.written_by(op))
+        found.update(id(argument.value) for argument in op.arguments if argument.value.is_masked)
+        found.update(id(value) for value in op.outputs if value.is_masked)
     return found
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bitwright.program import Op, StateTensor
+from bitwright.program import Argument, Op, StateTensor
+from bitwright.program.aten_names import canonical_name
 
 __all__ = [
     "EAGER_FAMILIES",
@@ -19,6 +20,7 @@ __all__ = [
     "WeightAxes",
     "default_weight_axes",
     "eager_op_key",
+    "function_axes",
     "state_keys",
 ]
 
@@ -45,11 +47,9 @@ _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
     }
 )
 
-# A 1-D state of these ops is a norm's gain or a layer scale, never a weight matrix.
-_GAIN_OPS = frozenset(
-    {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "__rsub__", "rsub"}
-    | {"layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm"}
-)
+# Matrix products, with the position of the second factor. A factor of shape (..., in, out) has its channels last.
+_PRODUCTS: Mapping[str, int] = MappingProxyType({"matmul": 1, "mm": 1, "bmm": 1, "grouped_mm": 1, "baddbmm": 2})
+_EXPERTS = frozenset({"grouped_mm", "bmm", "baddbmm"})
 
 # Ops whose weights carry module-specific names: the role "weight" finds them, their attribute names do too.
 ROLE_NAMED_OPS = frozenset({"multi_head_attention_forward", *_RNNS})
@@ -73,6 +73,8 @@ QUANTIZER_EAGER_OPS: Mapping[str, str] = MappingProxyType(
         "div_": "div",
         "true_divide": "div",
         "bmm": "bmm",
+        "_grouped_mm": "grouped_mm",
+        "grouped_mm": "grouped_mm",
         "einsum": "einsum",
         "cat": "cat",
         "concat": "cat",
@@ -127,19 +129,48 @@ class AxisConflictError(ValueError):
     """Consumers of one weight call for different default axes."""
 
 
-def default_weight_axes(state: StateTensor) -> WeightAxes | None:
+def function_axes(function: str) -> WeightAxes | None:
+    """Return the default axes of the weight of a function (``"conv2d"``), None where it has none."""
+    return _WEIGHT_AXES.get(function)
+
+
+def operand_axes(use: Argument, *, products: bool = True) -> WeightAxes | None:
+    """Return the axes of a tensor that an op reads as a weight, None where it reads it as anything else.
+
+    Args:
+        use: the argument.
+        products: whether the second factor of a matrix product, or the first of a product by a matrix, counts.
+    """
+    axes = _WEIGHT_AXES.get(use.op.type)
+    if axes is not None:
+        return axes if use.index > 0 or len(use.value.shape) >= 2 else None
+    rank = len(use.value.shape)
+    second = _PRODUCTS.get(canonical_name(use.op.type)) if products and rank >= 2 else None
+    if second is None or use.index not in (second, second - 1):
+        return None
+    if use.index == second:
+        return WeightAxes(channel=rank - 1, block=rank - 2)
+    return WeightAxes(channel=rank - 2, block=rank - 1)
+
+
+def default_weight_axes(state: StateTensor, *, products: bool = False) -> WeightAxes | None:
     """Return the default axes that the ops consuming ``state`` agree on, None when no consumer has any.
+
+    Args:
+        state: the weight. Ops that read a view of it count too.
+        products: whether matrix products give axes.
 
     Raises:
         AxisConflictError: two consumers disagree; names both.
     """
     found: dict[WeightAxes, str] = {}
-    for use in state.uses:
-        axes = _WEIGHT_AXES.get(use.op.type)
-        if axes is not None and use.index > 0:
-            found.setdefault(axes, f"{use.op.type} ({use.op.name})")
-    if not found and state.tensor.ndim >= 2:
-        found = {axes: use.op.name for use in state.uses if (axes := _WEIGHT_AXES.get(use.op.type)) is not None}
+    first: dict[WeightAxes, str] = {}
+    for use in (*state.uses, *state.views):
+        axes = _axes_in(state, use, products)
+        if axes is not None:
+            named = found if use.index > 0 else first
+            named.setdefault(axes, f"{use.op.type} ({use.op.name})")
+    found = found or first
     if len(found) > 1:
         consumers = " and ".join(found.values())
         raise AxisConflictError(
@@ -148,19 +179,44 @@ def default_weight_axes(state: StateTensor) -> WeightAxes | None:
     return next(iter(found), None)
 
 
+def _axes_in(state: StateTensor, use: Argument, products: bool) -> WeightAxes | None:
+    axes = operand_axes(use, products=products)
+    view = use.value.view
+    if axes is None or view is None or use.value.state is state:
+        return axes
+    if max(axes.channel, axes.block) >= len(view.axes):
+        return None
+    return WeightAxes(view.axes[axes.channel], view.axes[axes.block])
+
+
 def is_elementwise_gain(state: StateTensor) -> bool:
-    """True for a state of at most one dimension that ops only scale or shift activations by."""
-    return state.tensor.ndim <= 1 and all(use.op.type in _GAIN_OPS for use in state.uses)
+    """True for a state with numbers along one dimension only that no op reads as a weight (a norm's gain or bias)."""
+    flat = state.tensor.numel() == max(state.tensor.shape, default=1)
+    return flat and all(operand_axes(use) is None for use in (*state.uses, *state.views))
 
 
 def state_keys(state: StateTensor, op: Op | None) -> tuple[str, ...]:
     """Return the keys under which a spec for ``state`` is looked up: its local names, then the role it plays in ``op``.
 
-    The role ``"weight"`` is added for ops whose modules name their weights otherwise (attention, RNNs).
+    The role ``"weight"`` is added where modules name their weights otherwise: attention, RNNs, the stacked weights of
+    experts.
     """
     keys = state.attributes
-    if op is not None and op.type in ROLE_NAMED_OPS and state.tensor.ndim >= 2 and "weight" not in keys:
-        named = {use.name for use in state.uses if use.op is op}
-        if named & _ROLE_WEIGHTS or named == {"weight"} or op.type in _RNNS:
-            return ("weight", *keys)
+    if op is None or state.tensor.ndim < 2 or "weight" in keys:
+        return keys
+    reads = [use for use in (*state.uses, *state.views) if use.op is op]
+    if _is_expert_weight(state, reads) or _is_role_named(op, {use.name for use in reads}):
+        return ("weight", *keys)
     return keys
+
+
+def _is_role_named(op: Op, names: set[str]) -> bool:
+    if ROLE_NAMED_OPS.isdisjoint((op.type, *op.aliases)):
+        return False
+    return bool(names & _ROLE_WEIGHTS) or op.type in _RNNS
+
+
+def _is_expert_weight(state: StateTensor, reads: list[Argument]) -> bool:
+    if not state.is_parameter or state.tensor.ndim != 3:
+        return False
+    return any((kind := canonical_name(use.op.type)) in _EXPERTS and use.index == _PRODUCTS[kind] for use in reads)

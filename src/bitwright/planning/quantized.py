@@ -38,7 +38,7 @@ class Resolution:
 def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_module: bool = False) -> Resolution:
     """Fill in the axis of a weight's spec from the ops that consume it and check its blocks.
 
-    A one-dimensional gain that ops only multiply or add (the weight of an RMS norm) is left alone: quantizing it per
+    A gain along one dimension, which no op reads as a weight (that of an RMS norm), is left alone: quantizing it per
     channel would give each element a scale of its own. ``by_module`` says that a ``module_state_spec`` asked for it by
     name, which is obeyed.
     """
@@ -53,7 +53,7 @@ def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_
         return Resolution(None, note="elementwise gain, left as it is")
     if _needs_axis(granularity):
         try:
-            axes = default_weight_axes(state)
+            axes = default_weight_axes(state, products=True)
         except AxisConflictError as error:
             return Resolution(None, problem=Problem("axis-conflict", state.name, str(error), Severity.ERROR))
         if axes is None:

@@ -14,6 +14,7 @@ from .graph_ops import Passthrough, is_float, passthrough_of
 from .known_ranges import KnownRange, known_range, known_ranges, sentinel_values
 from .mutation import mutated_roots
 from .plan import Site
+from .weight_views import state_read_by
 
 __all__ = ["Demand", "Slot", "SlotTable", "build_slots"]
 
@@ -144,7 +145,7 @@ class _Builder:
         op, role = chain.primary, chain.role
         for argument in op.arguments:
             value = argument.value
-            if not self._may_stand(value) or (value.state is not None and not role.shares):
+            if not self._may_stand(value) or (state_read_by(argument) is not None and not role.shares):
                 continue
             slot = self.table.add_input(op, value)
             producer = value.producer
@@ -174,7 +175,7 @@ class _Builder:
         if not op.arguments or not op.outputs:
             return
         before, after = op.arguments[0].value, op.outputs[0]
-        if before.state is None and self._may_stand(before) and self._may_stand(after):
+        if before.state is None and before.view is None and self._may_stand(before) and self._may_stand(after):
             self.table.add_input(op, before)
             self.table.add_output(after)
 

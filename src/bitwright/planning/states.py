@@ -12,6 +12,7 @@ from bitwright.program import Op, Program, StateTensor
 
 from .ops import state_keys
 from .plan import Problem, Severity
+from .weight_views import state_read_by
 
 __all__ = ["StateDecision", "decide_states", "state_input_problems", "unquantizable_problems"]
 
@@ -52,6 +53,8 @@ def decide_states(
 ) -> dict[str, StateDecision]:
     """Return a decision for each floating-point state that a recognised op consumes, by canonical name.
 
+    A weight may have been cast, transposed or cut before it reaches the op.
+
     ``module_state_spec`` of any owner (strongest rule first) beats op specs. Among ops, the strongest module rule
     decides, equally strong ones by the last call. ``op_rule_of`` returns None for an op that is not recognised, and
     ``keys_of`` the keys under which a state's spec is looked up in an op's rule.
@@ -72,7 +75,7 @@ def decide_states(
 
 
 def _states_of(op: Op) -> list[StateTensor]:
-    found = {id(a.value.state): a.value.state for a in op.arguments if a.value.state is not None}
+    found = {id(state): state for argument in op.arguments if (state := state_read_by(argument)) is not None}
     return [s for s in found.values() if s.tensor.is_floating_point() and s.tensor.numel() > 1]
 
 

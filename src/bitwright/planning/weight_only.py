@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from bitwright.common import CompressionType
@@ -21,6 +22,7 @@ from .simulated_states import FinalizedWeight, WeightProgram
 from .stacking import finite_range, stacking_problem
 from .states import StateDecision, decide_states
 from .unmatched import unmatched_problems
+from .weight_views import link_views
 
 __all__ = ["WeightRequest", "WeightResolution", "WeightTechnique", "plan_weights"]
 
@@ -101,6 +103,7 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
     """
     rules = resolve_module_rules(config, model)
     op_rules = _OpRules(rules, technique)
+    link_views(traced.program)
     builder = _Builder(traced, rules, technique)
     for decision in decide_states(traced.program, rules, op_rules, weight_keys).values():
         builder.add(decision)
@@ -224,7 +227,15 @@ def _describe_stack(stack: Sequence[nn.Module]) -> str:
 
 
 def _check_values(state: StateTensor, rule: str) -> Problem | None:
-    """Return a problem for a weight with entries that are not finite, or that are all equal."""
+    """Return a problem for a weight with entries that are not finite, that are all equal, or that lie sparse."""
+    if state.tensor.layout != torch.strided:
+        return Problem(
+            "sparse-layout",
+            state.name,
+            f"the weight of shape {tuple(state.tensor.shape)} is stored as {state.tensor.layout}, which cannot be "
+            f"compressed ({rule}). Store it dense with .to_dense(), or exclude it with None.",
+            Severity.ERROR,
+        )
     low, high = finite_range(state.tensor)
     if not (math.isfinite(low) and math.isfinite(high)):
         return Problem(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .eager import trace_eager
-from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind
+from .model import Argument, ModuleCall, Op, Program, StateTensor, StateView, Value, ValueKind
 from .protect import preserved_state
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Op",
     "Program",
     "StateTensor",
+    "StateView",
     "Value",
     "ValueKind",
     "preserved_state",

@@ -30,6 +30,8 @@ _CANONICAL = {
     "tensor_split": "split",
     "special_softmax": "softmax",
     "_softmax": "softmax",
+    "_grouped_mm": "grouped_mm",
+    "grouped_mm_fallback": "grouped_mm",
 }
 _INTERPOLATIONS = (
     *(f"upsample_nearest{d}d" for d in (1, 2, 3)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -118,10 +119,11 @@ class _Tracer:
         for index, leaf in enumerate(tree_leaves(output)):
             frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
 
-    def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any) -> Any:
-        """Run ``func`` and record it; ``inputs`` are the values looked up before the call (it may work in place)."""
+    def record(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any, base: str
+    ) -> Any:
+        """Run ``func``, called ``base``; ``inputs`` are the values looked up before the call (it may work in place)."""
         frame = self.frames[-1]
-        base = func.__name__
         number = frame.counts.get(base, 0)
         frame.counts[base] = number + 1
         result = func(*args, **kwargs)
@@ -179,7 +181,7 @@ class _Tracer:
         return value
 
     def _new_value(self, tensor: torch.Tensor, name: str, kind: ValueKind) -> Value:
-        value = Value(name, kind, tuple(tensor.shape), tensor.dtype)
+        value = Value(name, kind, tuple(tensor.shape), tensor.dtype, is_masked=_is_masked(tensor))
         self.values[(id(tensor), _version(tensor))] = (weakref.ref(tensor), value)
         return value
 
@@ -230,10 +232,15 @@ class _RecordingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         frames = self.tracer.frames
         name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _TRANSPOSES:
+            name = func.__self__.__name__  # type: ignore[attr-defined]
         if not frames or not frames[-1].recording or name in _NOT_OPS:
             return func(*args, **kwargs)
-        return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs))
+        return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs), name)
 
+
+# Attributes of a tensor that are ops.
+_TRANSPOSES = frozenset({"T", "mT", "H", "mH"})
 
 _NOT_OPS = frozenset(
     {"__get__", "__set__", "__delete__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
@@ -251,6 +258,16 @@ _NOT_OPS = frozenset(
 )
 
 
+def _is_masked(tensor: torch.Tensor) -> bool:
+    """Whether a number stands for minus infinity. Writes through views carry it where ops do not show."""
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2 or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
+        return False
+    with torch._C.DisableTorchFunction():
+        return bool(torch.amin(tensor.detach()) <= 0.5 * torch.finfo(tensor.dtype).min)
+
+
 def _version(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else tensor._version
@@ -259,6 +276,9 @@ def _version(tensor: torch.Tensor) -> int:
 def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = argument_names(func)
     plain = (bool, int, float, str)
+    if getattr(func, "__name__", "") == "permute":
+        given = args[1:] or (kwargs.get("dims", ()),)
+        return {"dims": tuple(given[0]) if isinstance(given[0], (tuple, list)) else tuple(given)}
     kept = {names[i]: a for i, a in enumerate(args) if i < len(names) and isinstance(a, plain)}
     return {**kept, **{key: entry for key, entry in kwargs.items() if isinstance(entry, plain)}}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Argument", "ModuleCall", "Op", "Program", "StateTensor", "Value", "ValueKind"]
+__all__ = ["Argument", "ModuleCall", "Op", "Program", "StateTensor", "StateView", "Value", "ValueKind"]
 
 _QUANTIZABLE_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -37,6 +37,8 @@ class StateTensor:
         owners: the ``(module path, attribute)`` of each name.
         tensor: the model's own tensor.
         is_parameter: False for buffers.
+        uses: arguments that read it.
+        views: arguments that read a view of it, once planning has linked them.
     """
 
     names: tuple[str, ...]
@@ -44,6 +46,7 @@ class StateTensor:
     tensor: torch.Tensor
     is_parameter: bool
     uses: list[Argument] = field(default_factory=list)
+    views: list[Argument] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"StateTensor({self.name!r}, {tuple(self.tensor.shape)})"
@@ -59,6 +62,23 @@ class StateTensor:
         return tuple(dict.fromkeys(attribute for _, attribute in self.owners))
 
 
+@dataclass(eq=False, slots=True)
+class StateView:
+    """What a value has of a parameter that was cast, transposed or cut on its way.
+
+    Attributes:
+        state: the parameter.
+        axes: the parameter's axis behind each axis of the value.
+        is_cast: at most the dtype differs.
+        is_operand: an op reads the value, or what is made of it, as a weight.
+    """
+
+    state: StateTensor
+    axes: tuple[int, ...]
+    is_cast: bool
+    is_operand: bool = False
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Value:
     """One tensor that flows between ops.
@@ -70,6 +90,8 @@ class Value:
         output_index: position among the producer's outputs.
         uses: the arguments that read it.
         state: set where ``kind`` is STATE.
+        view: set where the numbers are those of a parameter, once planning has linked views.
+        is_masked: the lowest number is that of the dtype or minus infinity, as far as the front end sees numbers.
     """
 
     name: str
@@ -80,6 +102,8 @@ class Value:
     output_index: int = 0
     uses: list[Argument] = field(default_factory=list)
     state: StateTensor | None = None
+    view: StateView | None = None
+    is_masked: bool = False
 
     def __repr__(self) -> str:
         return f"Value({self.name!r}, {self.kind}, {self.shape}, {self.dtype})"

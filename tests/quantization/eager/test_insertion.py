@@ -112,7 +112,7 @@ def test_functional_weight_gets_its_axis_from_the_op():
 
 
 class Unresolved(nn.Module):
-    """Its matmul weight has no default axis."""
+    """Its einsum weight has no default axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Unresolved(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(self.fc(x), self.weight)
+        return torch.einsum("ij,jk->ik", self.fc(x), self.weight)
 
 
 def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], keys: list[str]) -> None:

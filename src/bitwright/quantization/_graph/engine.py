@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from bitwright._utils.module_copy import collector_paused
+from bitwright._utils.unstacked import unstacked
 from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.planning import Plan
@@ -19,6 +20,7 @@ from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._annotation_pattern_registry import registered_roles
+from .annotations import annotate
 from .finalize import folded_copy
 from .initialise import initialise
 from .insert import GraphInsertion
@@ -38,7 +40,7 @@ class GraphEngine(Engine):
         self._paths: dict[str, str] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
-        with collector_paused():
+        with collector_paused(), unstacked(self.model) as stacks:
             module, self.program = capture_graph(
                 self.model,
                 example.args,
@@ -48,7 +50,7 @@ class GraphEngine(Engine):
                 boundary_paths(self.config, self.model),
                 generate=False,
             )
-            decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles())
+            decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles(), stacks)
         self._captured = module, decisions
         return decisions.plan
 
@@ -60,6 +62,7 @@ class GraphEngine(Engine):
         insertion = GraphInsertion(module, self.program, decisions)
         with collector_paused():
             insertion.run()
+            annotate(module, decisions)
             initialise(module, self.program, example)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from bitwright.config.spec import CompressionTargetTensor
+from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.planning.mutation import mutated_roots
 from bitwright.program import Program, StateTensor
 from bitwright.program.graph_module import TracedGraphModule
@@ -55,14 +55,14 @@ def simulators_of_graph(module: fx.GraphModule) -> list[tuple[fx.Node, FakeQuant
 
 
 def tensor_of(module: fx.GraphModule, node: object) -> torch.Tensor:
-    """Return the tensor of a node that reads a state, or that folds a batch norm into one."""
+    """Return the tensor of a node that reads a state, masks or palettizes one, or folds a batch norm into it."""
     assert isinstance(node, fx.Node)
     if node.op == "get_attr":
         path, _, name = str(node.target).rpartition(".")
         tensor: torch.Tensor = getattr(module.get_submodule(path), name)
         return tensor
     fold = module.get_submodule(str(node.target))
-    assert isinstance(fold, WeightFold)
+    assert isinstance(fold, WeightFold | CompressionSimulatorBase)
     arguments = [None if argument is None else tensor_of(module, argument) for argument in node.args]
     folded: torch.Tensor = fold(*arguments)
     return folded

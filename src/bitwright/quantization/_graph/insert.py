@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import fx, nn
 
 from bitwright._utils.module_copy import replicate_module
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Placement
+from bitwright.planning.chains import Chain
 from bitwright.planning.graph import GraphDecisions
 from bitwright.program import Argument, Op, Program, StateTensor, Value
 from bitwright.program.graph_module import TracedGraphModule
@@ -21,6 +22,7 @@ from .mode_ops import install_mode_ops
 __all__ = ["SIMULATOR_PREFIX", "GraphInsertion"]
 
 SIMULATOR_PREFIX = "activation_post_process_"
+STACK_PREFIX = "weight_simulator_"
 
 _OWN_PACKAGE = "bitwright."
 
@@ -56,6 +58,8 @@ class GraphInsertion:
     _written: set[Value] = field(default_factory=set)
     _folded: set[fx.Node] = field(default_factory=set)
     _placed: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    _stacked: set[str] = field(default_factory=set)
+    _names: dict[nn.Module, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Insert everything that is planned."""
@@ -69,7 +73,7 @@ class GraphInsertion:
                     self._producers[id(site.value)] = placement
         self._nodes = {node.name: node for node in self.module.graph.nodes}
         self._written = {a.value for op in self.program.ops for a in op.arguments if _writes(op, a)}
-        self._folds = fold_batch_norms(self.module, self.decisions.chains)
+        self._folds = fold_batch_norms(self.module, self._foldable())
         self._folded = {fold.weight for fold in self._folds.values()}
         self._nodes.update({fold.name: fold.output for fold in self._folds.values()})
         for op in self.program.ops:
@@ -81,8 +85,16 @@ class GraphInsertion:
         install_mode_ops(self.module)
         self.module.recompile()
 
+    def _foldable(self) -> list[Chain]:
+        """Return the chains without masks and palettes on their weights, which hold for the weight as it is."""
+        weights = ({argument.value.state for argument in chain.primary.arguments} for chain in self.decisions.chains)
+        stacked = [any(s is not None and s.name in self.decisions.stacks for s in states) for states in weights]
+        return [chain for chain, under in zip(self.decisions.chains, stacked, strict=True) if not under]
+
     def _insert_input(self, op: Op, argument: Argument) -> None:
         state = argument.value.state
+        if state is not None and state.name in self.decisions.stacks and state.name not in self._stacked:
+            self._insert_stack(argument.value, state)
         if state is not None and id(state) in self._states:
             self._insert_weight(op, argument, state)
         elif id(argument) in self._readers:
@@ -102,6 +114,23 @@ class GraphInsertion:
             # Right in front of its first reader, so that not all quantized weights of a model are alive at once.
             simulator = self._build(placement, ())
             self._placed[source, _WEIGHT] = self._stand(simulator, placement, source, min(readers), readers)
+
+    def _insert_stack(self, value: Value, state: StateTensor) -> None:
+        """Put the simulators that the model had on a weight before into the graph, in front of its first reader."""
+        source = self._nodes[value.name]
+        readers = list(source.users)
+        self._stacked.add(state.name)
+        for simulator in self.decisions.stacks[state.name]:
+            if simulator not in self._names:
+                self._names[simulator] = f"{STACK_PREFIX}{len(self._names)}"
+                self.module._modules[self._names[simulator]] = simulator
+            with self.module.graph.inserting_before(min(readers)):
+                node = self.module.graph.create_node("call_module", self._names[simulator], (source,))
+            _describe(node, source)
+            source = node
+        for reader in readers:
+            reader.replace_input_with(self._nodes[value.name], source)
+        self._nodes[value.name] = source
 
     def _insert_reader(self, op: Op, argument: Argument) -> None:
         node = self._nodes[op.name]

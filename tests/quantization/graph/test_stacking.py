@@ -1,0 +1,168 @@
+"""Pruned and palettized models given to the quantizer: one plan and one artifact, in graph mode as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.artifact import Artifact, PalettizedTensor, QuantizedTensor
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
+from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
+
+MODES = ("eager", "graph")
+WEIGHTS = ("0.weight", "4.weight")
+
+
+def network() -> nn.Sequential:
+    """A convolution with a batch norm, and a linear layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5)
+    )
+    model[1].running_var.uniform_(0.5, 2.0)
+    return model.eval()
+
+
+def pruned(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Half of every weight masked."""
+    spec = PruningSpec(target_sparsity=0.5)
+    config = MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(op_state_spec={"weight": spec}))
+    pruner = MagnitudePruner(model, config)
+    pruner.prepare((x,))
+    return pruner.finalize(backend="_torch")
+
+
+def palettized(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Four values for each weight."""
+    spec = PalettizationSpec(n_bits=2)
+    config = KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}))
+    palettizer = KMeansPalettizer(model, config)
+    palettizer.prepare((x,))
+    return palettizer.finalize(backend="_torch")
+
+
+Step = Callable[[nn.Module, torch.Tensor], nn.Module]
+STACKS: dict[str, tuple[Step, ...]] = {
+    "pruned": (pruned,),
+    "palettized": (palettized,),
+    "pruned and palettized": (pruned, palettized),
+}
+
+
+def quantized(name: str, mode: str) -> tuple[Quantizer, Any, nn.Module, torch.Tensor]:
+    """Quantize activations, and weights where no palette stands on them."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    for step in STACKS[name]:
+        model = step(model, x)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode=mode))
+    if palettized in STACKS[name]:
+        config = ModuleQuantizerConfig(op_state_spec=None)
+        quantizer = Quantizer(model, QuantizerConfig(execution_mode=mode, global_config=config))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    return quantizer, prepared, model, x
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_one_plan_and_one_artifact(name: str) -> None:
+    """Each weight is stored once, with mask, palette or codes together; both modes agree bit for bit."""
+    found = {mode: Artifact.from_model(quantized(name, mode)[1]) for mode in MODES}
+    kind = PalettizedTensor if palettized in STACKS[name] else QuantizedTensor
+    for mode, artifact in found.items():
+        assert set(artifact.compressed) == set(WEIGHTS), mode
+        for weight in WEIGHTS:
+            assert isinstance(artifact[weight], kind)
+            assert artifact[weight].is_sparse == (pruned in STACKS[name])
+    for weight in WEIGHTS:
+        assert torch.equal(found["eager"][weight].decode(), found["graph"][weight].decode())
+        assert found["eager"][weight].nbytes == found["graph"][weight].nbytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STACKS)
+def test_finalized_equals_prepared(name: str, mode: str) -> None:
+    """Simulated or in Core AI's ops, the numbers are the same, and so is what the artifact decodes to."""
+    quantizer, prepared, _, x = quantized(name, mode)
+    before = prepared(x)
+    simulated = quantizer.finalize(backend="_torch")
+    assert torch.equal(simulated(x), before)
+    assert set(Artifact.from_model(simulated).compressed) == set(WEIGHTS)
+    pytest.importorskip("coreai_torch")
+    assert torch.equal(quantizer.finalize(backend="coreai")(x), before)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_graph_computes_with_the_masks_and_palettes_below(name: str) -> None:
+    """The prepared weight has the zeros of the mask and no more values than the palette."""
+    _, prepared, model, x = quantized(name, "graph")
+    assert not torch.equal(prepared(x), network()(x))
+    weight = Artifact.from_model(prepared)["4.weight"].decode()
+    below = model[4].weight.detach()
+    if pruned in STACKS[name]:
+        assert float((weight == 0).double().mean()) >= 0.5
+        assert not weight[below == 0].any()
+    if palettized in STACKS[name]:
+        assert torch.equal(weight, below)
+        assert len(weight[weight != 0].unique()) <= 4
+
+
+def test_the_models_own_simulators_stay() -> None:
+    """Graph mode leaves the model alone, also while it looks below its simulators, and also when it fails."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    model = pruned(model, x)
+    keys, before = list(model.state_dict()), model(x)
+    Quantizer(model, QuantizerConfig()).plan((x,))
+    with pytest.raises(RuntimeError, match=r"channels"):
+        Quantizer(model, QuantizerConfig()).plan((torch.randn(2, 4, 4, 4),))
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), before)
+
+
+def test_stacked_graphs_are_copied_and_pickled() -> None:
+    """Masks and palettes travel with the graph."""
+    _, prepared, _, x = quantized("pruned and palettized", "graph")
+    before = prepared(x)
+    assert torch.equal(copy.deepcopy(prepared)(x), before)
+    assert torch.equal(pickle.loads(pickle.dumps(prepared))(x), before)
+
+
+def test_training_keeps_the_mask() -> None:
+    """Gradients of masked numbers have no effect on the finalized weight."""
+    quantizer, prepared, _, x = quantized("pruned", "graph")
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    with quantizer.training_mode():
+        for _ in range(3):
+            optimizer.zero_grad()
+            prepared(x).square().mean().backward()
+            optimizer.step()
+    prepared.eval()
+    final = quantizer.finalize(backend="_torch")
+    assert torch.equal(final(x), prepared(x))
+    weight = Artifact.from_model(final)["4.weight"].decode()
+    assert 0.49 <= float((weight == 0).double().mean()) <= 0.55
+
+
+def test_the_plan_says_what_stands_below() -> None:
+    """A palette is no place for a quantizer, and the rows say so; a mask makes the codes fewer."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    dense = Quantizer(network(), QuantizerConfig()).plan((x,))
+    masked = Quantizer(pruned(model, x), QuantizerConfig()).plan((x,))
+    bytes_of = [{row.tensor: row.compressed_bytes for row in plan if row.kind == "weight"} for plan in (dense, masked)]
+    assert bytes_of[1]["4.weight"] < bytes_of[0]["4.weight"]
+    on_palettes = Quantizer(palettized(network(), x), QuantizerConfig()).plan((x,))
+    notes = {row.tensor: (row.spec, row.note) for row in on_palettes if row.kind == "weight"}
+    assert notes["4.weight"][0] is None
+    assert "palettization" in notes["4.weight"][1]
