@@ -214,3 +214,69 @@ def test_random_bytes_are_refused(copy):
             with pytest.raises(ArtifactError):
                 _read_everything(copy)
         path.write_bytes(original)
+
+
+_ODD = (
+    None, 0, 1, -1, 2, 3, 8, 1 << 31, 1 << 63, -(1 << 63), 1.5, 1e300, "", "int4", "uint8", "float16", "minval", "zp",
+    "dense", "quantized", "palettized", True, False, [], {}, [1], [0, 0], [1 << 40, 1 << 40], "../x", "\0",
+)  # fmt: skip
+
+
+def _mutated(value, rng):
+    """A JSON value with one entry somewhere inside changed, left out, doubled or made up."""
+    if isinstance(value, dict) and value:
+        key, roll = rng.choice(list(value)), rng.random()
+        if roll < 0.65:
+            value[key] = _mutated(value[key], rng)
+        elif roll < 0.75:
+            del value[key]
+        else:
+            value[rng.choice([key, "kept", "zero_point", "dtype", "x"])] = rng.choice([*_ODD, *value.values()])
+        return value
+    if isinstance(value, list) and value:
+        place, roll = rng.randrange(len(value)), rng.random()
+        if roll < 0.7:
+            value[place] = _mutated(value[place], rng)
+        elif roll < 0.8:
+            value.append(value[place])
+        else:
+            value.pop(place)
+        return value
+    return rng.choice(_ODD)
+
+
+def _corrupted(data, header, rng):
+    """Bytes of a tensor file with a few bits flipped, in its header or behind it."""
+    changed, end = bytearray(data), 8 + int.from_bytes(data[:8], "little")
+    for _ in range(rng.choice([1, 2, 5])):
+        place = rng.randrange(end) if header else rng.randrange(end, len(data))
+        changed[place] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])
+def test_random_changes_with_hashes_that_fit(artifact, tmp_path, count):
+    """Whoever changes files and hashes gets an error of ours, or tensors of the sizes that the manifest says."""
+    rng = random.Random(count)
+    work = tmp_path / "work"
+    shutil.copytree(artifact, work)
+    tensors = next(work.glob("*.safetensors"))
+    manifest, good = (work / "manifest.json").read_text(), tensors.read_bytes()
+    for number in range(count):
+        changed = json.loads(manifest)
+        data = good
+        if number % 2:
+            changed = _mutated(changed, rng)
+        else:
+            data = _corrupted(good, number % 4 == 0, rng)
+            changed["files"][0].update(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        tensors.write_bytes(data)
+        (work / "manifest.json").write_text(manifest)
+        try:
+            _rewrite(work, lambda content, changed=changed: (content.clear(), content.update(changed)))
+            loaded = Artifact.load(work)
+            decoded = {name: loaded.decode(name) for name in loaded}
+        except ArtifactError:
+            continue
+        assert all(tuple(tensor.shape) == tuple(loaded[name].layout.shape) for name, tensor in decoded.items())
+        assert all(bool(torch.isfinite(tensor).all()) for name, tensor in decoded.items() if name.endswith("weight"))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.artifact import Artifact, ArtifactError
+from bitwright.inspection import bits_per_weight, compare
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 
@@ -50,6 +51,38 @@ def test_weights_of_a_graph_are_packed_and_load_into_the_float_model(tmp_path: P
         assert isinstance(loaded.bn1, nn.Identity)
         assert isinstance(loaded.blocks[3], nn.BatchNorm2d)
         torch.testing.assert_close(loaded(x), expected, atol=1e-5, rtol=1e-5)
+
+
+class Tied(nn.Module):
+    """A language model's head that shares the embedding's weight, and a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+def test_tied_weights_are_stored_and_counted_once(tmp_path: Path) -> None:
+    """In graph mode as in eager mode: one packed tensor with two names, in file, sizes and report."""
+    torch.manual_seed(0)
+    model, ids = Tied().eval(), torch.randint(0, 24, (2, 5))
+    graph = Quantizer(model, QuantizerConfig.presets.w8()).prepare((ids,))
+    eager = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w8(execution_mode="eager")).prepare((ids,))
+    artifacts = Artifact.from_model(graph), Artifact.from_model(eager)
+    assert artifacts[0].nbytes == artifacts[1].nbytes == 24 * 16 + 24 * 4 + 2 * 16 * 4 + 3 * 4
+    assert {*artifacts[0].aliases, *artifacts[0].aliases.values()} == {"embed.weight", "head.weight"}
+    assert bits_per_weight(graph).total_bits == bits_per_weight(eager).total_bits == 8 * artifacts[0].nbytes
+    artifacts[0].save(tmp_path / "packed")
+    loaded = Artifact.load(tmp_path / "packed").packed_model(copy.deepcopy(model))
+    assert torch.equal(loaded(ids), eager(ids))
+    report = compare(model, graph, [ids])
+    assert {layer.bytes_after for layer in report.layers if "norm" not in layer.name} == {24 * 16 + 24 * 4}
 
 
 def test_another_model_is_refused_unchanged() -> None:
