@@ -57,11 +57,11 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
         parts = _parts(module, layer, norm)
         if parts is not None:
             folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
-    _name_as_pt2e_does(list(folds.values()))
+    _name_as_pt2e_does(module, list(folds.values()))
     return folds
 
 
-def _name_as_pt2e_does(folds: Sequence[Fold]) -> None:
+def _name_as_pt2e_does(module: TracedGraphModule, folds: Sequence[Fold]) -> None:
     """Name nodes as torchao's ``prepare_qat_pt2e`` leaves them, for code that looks for them by name.
 
     It writes convolutions and the batch norms behind them anew, then all folded batch norms, in training mode twice.
@@ -73,7 +73,7 @@ def _name_as_pt2e_does(folds: Sequence[Fold]) -> None:
             _take_next_number(fold.layer, fold.layer.name)
     for turn in range(3):
         for fold in folds:
-            training = fold.output.graph.owning_module.get_submodule(str(fold.output.target)).training
+            training = module.get_submodule(str(fold.output.target)).training
             if (turn > 0 or _is_conv(fold)) and turn < 2 + training:
                 _take_next_number(fold.output, fold.name)
 
