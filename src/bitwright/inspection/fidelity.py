@@ -187,8 +187,9 @@ class Survey:
     def report(self, before: list[StoredSize], after: list[StoredSize]) -> FidelityReport:
         """Return what was found."""
         sizes = ({size.name: size.bits // 8 for size in before}, {size.name: size.bits // 8 for size in after})
+        named = [_under_all_names(entry, self.model) for entry in sizes]
         self.progress("weights")
-        layers = tuple(self._layer(site, *sizes) for site in self.probe.layers)
+        layers = tuple(self._layer(site, *named) for site in self.probe.layers)
         return FidelityReport(
             mode=self.probe.mode,
             batches=self.batches,
@@ -237,6 +238,18 @@ class Survey:
                 for name, simulator in site.activations.items()
             ),
         )
+
+
+def _under_all_names(sizes: dict[str, int], model: nn.Module) -> dict[str, int]:
+    """Give tied weights their size under each of their names; it is counted under one."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    known = dict(sizes)
+    for names in groups.values():
+        size = next((sizes[name] for name in names if name in sizes), None)
+        known |= {} if size is None else dict.fromkeys(names, size)
+    return known
 
 
 def _damage(
