@@ -15,7 +15,7 @@ pytest.importorskip("coreai_torch")
 
 from bitwright.artifact import ArtifactError
 from bitwright.quantization import QuantizationSpec, _export_utils
-from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from tests.artifact.strategies import weight_specs
 
 from .coreai_runtime import converted, coreai_ops, run
@@ -111,6 +111,20 @@ def test_half_precision_graphs_store_parameters_in_half_precision(dtype):
     found = {name: tensor.dtype for name, tensor in final.named_buffers() if name.endswith(("_scale", "_minval"))}
     assert len(found) == 10
     assert set(found.values()) == {dtype}
+
+
+def test_scales_that_half_precision_holds_as_subnormals_only_stay_in_single_precision():
+    """Core AI's runtime reads half-precision numbers below 2 ** -14 as zero."""
+    model, x = built(Mlp, torch.float16)
+    spec = _spec("float8_e5m2", PerTensorGranularity())
+    x = x * 0.01
+    quantizer, ready = prepared(model, x, spec, spec, "graph")
+    final = quantizer.finalize(backend="coreai")
+    scales = [tensor for name, tensor in final.named_buffers() if "post_process" in name and name.endswith("_scale")]
+    small = [scale for scale in scales if float(scale) < 2**-14]
+    assert small
+    assert {scale.dtype for scale in small} == {torch.float32}
+    assert sqnr(ready(x), run(converted(final, (x,))[0], (x,))[0][0]) > 20
 
 
 QUICK = ["int8", "int4 blocks", "int3", "int8 minval clipped", "mxfp8", "fp4"]

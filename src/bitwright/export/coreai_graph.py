@@ -163,10 +163,17 @@ def _read_buffer(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.
 
 
 def _read_parameter(module: fx.GraphModule, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> fx.Node:
-    """Read a float32 parameter from a buffer in the model's dtype, if that holds it exactly."""
-    if tensor.dtype != torch.float32 or dtype == torch.float32 or not torch.equal(tensor.to(dtype).float(), tensor):
+    """Read a float32 parameter from a buffer in the model's dtype, if that holds it exactly.
+
+    Numbers below the dtype's smallest normal one stay in float32: Core AI's runtime takes them for zero.
+    """
+    if tensor.dtype != torch.float32 or dtype == torch.float32:
         return _read_buffer(module, name, tensor)
-    return _cast(module.graph, _read_buffer(module, name, tensor.to(dtype)), torch.float32)
+    stored = tensor.to(dtype)
+    normal = (stored.abs() >= torch.finfo(dtype).tiny) | (tensor == 0)
+    if not bool(((stored == tensor) & normal).all()):
+        return _read_buffer(module, name, tensor)
+    return _cast(module.graph, _read_buffer(module, name, stored), torch.float32)
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
