@@ -112,8 +112,8 @@ class _BaseModelCompressor(ABC):
     def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:
         if self._lifecycle is not _Lifecycle.IDLE:
             raise RuntimeError(
-                f"Cannot enter {_MODES[state]}: this {type(self).__name__} is {self._lifecycle.value} already. Modes "
-                "cannot be nested; leave the outer `with` block first."
+                f"Cannot enter {_MODES[state]}: this {type(self).__name__} is {self._lifecycle.value} already. Nested "
+                "modes cannot be: leave the outer `with` block first."
             )
         self._lifecycle = state
         try:

@@ -62,6 +62,10 @@ class Engine(ABC):
     def module_paths(self) -> Mapping[str, str]:
         """Return, by simulator name in the prepared model, the module whose configuration decided."""
 
+    def owners_of(self, name: str) -> tuple[str, ...]:
+        """Return the modules that a simulator serves, by its name in the prepared model."""
+        return (self.module_paths()[name],)
+
     @abstractmethod
     def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
         """Return the simulators of ``model`` that belong to the original module at ``path`` or below."""

@@ -24,13 +24,13 @@ from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
+from ._statistics import warn_of_empty_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
 from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
 from .spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["Quantizer"]
-
 
 # Problems of a plan are warnings, and records for services that collect logs. The latter are not to be printed as well.
 _logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         Raises:
             RuntimeError: the model is not prepared, or another mode is active.
         """
-        target = self._target(model)
+        target = self._target(model, "entering calibration mode")
         with self._in_lifecycle(_Lifecycle.CALIBRATING), _module_mode(target, training=False):
             self._start_statistics(target)
             for simulator in _simulators(target):
@@ -168,6 +168,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             try:
                 with merged_statistics(_simulators(target)):
                     yield self
+                warn_of_empty_calibration(target, stacklevel=3)
             finally:
                 _rest(target)
 
@@ -183,7 +184,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         Raises:
             RuntimeError: the model is not prepared, or another mode is active.
         """
-        target = self._target(model)
+        target = self._target(model, "entering training mode")
         with self._in_lifecycle(_Lifecycle.TRAINING), _module_mode(target, training=True):
             self._start_statistics(target)
             for simulator in _simulators(target):
@@ -206,7 +207,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         if self._lifecycle is not _Lifecycle.TRAINING:
             raise RuntimeError("step() only has a meaning inside `with quantizer.training_mode():`.")
         if not self._schedules:
-            warnings.warn("step() has no effect: no part of the config has a qat_schedule.", stacklevel=2)
+            warnings.warn("step() has no effect: there is no qat_schedule in the config.", stacklevel=2)
         self._schedules.step_count += 1
         self._schedules.apply(self._training_model)
 
@@ -323,7 +324,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         """
         if self._lifecycle is not _Lifecycle.IDLE:
             raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
-        target = self._target(model)
+        target = self._target(model, "finalization")
         chosen = ExportBackend(backend)
         unfinished = self._schedules.finish_bits(target)
         if unfinished:
@@ -334,18 +335,25 @@ class Quantizer(_Views, _BaseModelCompressor):
             )
         if mmap_dir is not None and chosen != ExportBackend.CoreAI:
             raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
+        warn_of_ranges(target, stacklevel=2)
         return self._engine.finalize(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
 
-    def _target(self, model: nn.Module | None) -> nn.Module:
+    def _target(self, model: nn.Module | None, action: str) -> nn.Module:
         target = self._model if model is None else model
         if not isinstance(target, nn.Module):
-            raise TypeError(f"Expected a prepared model, got {type(target).__name__}.")
-        self._require_prepared(target)
+            graph = self._config.execution_mode == ExecutionMode.GRAPH
+            kind = "a torch.fx.GraphModule" if graph else "an nn.Module"
+            raise TypeError(f"The model must be {kind} that prepare() returned, got {type(target).__name__}.")
+        self._require_prepared(target, action)
         return target
 
     def _start_statistics(self, model: nn.Module) -> None:
-        """Let running ranges begin with real data: what ``prepare`` saw were example inputs."""
+        """Let running ranges begin with real data: what ``prepare`` saw were example inputs.
+
+        Another model than the quantizer's becomes its own, with what it has seen.
+        """
         if self._calibrated or model is not self._model:
+            self._model = model
             return
         self._calibrated = True
         for simulator in _simulators(model):
@@ -354,8 +362,20 @@ class Quantizer(_Views, _BaseModelCompressor):
                 calculator.reset_statistics()
 
     def _schedules_by_simulator(self, rules: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: rules[path].config.qat_schedule for name, path in self._engine.module_paths().items()}
-        return {name: schedule for name, schedule in found.items() if schedule is not None}
+        found: dict[str, Any] = {}
+        for name in self._engine.module_paths():
+            owners = [path for path in self._engine.owners_of(name) if path in rules]
+            schedules = {path: rules[path].config.qat_schedule for path in owners if rules[path].config.qat_schedule}
+            if not schedules:
+                continue
+            first, found[name] = next(iter(schedules.items()))
+            if any(schedule != found[name] for schedule in schedules.values()):
+                warnings.warn(
+                    f"The simulator {name!r} is shared by the modules {', '.join(map(repr, schedules))}, which have "
+                    f"different qat_schedules; that of {first!r} holds. Give them one schedule.",
+                    stacklevel=3,
+                )
+        return found
 
     def _switchable(self, module: nn.Module | None) -> list[FakeQuantizeImplBase]:
         self._require_prepared(self._model)
@@ -411,5 +431,5 @@ def _report(problems: list[Problem], strict: bool) -> None:
         listed = "\n".join(f"  {problem}" for problem in fatal)
         raise PlanError(f"The configuration cannot be applied; {len(fatal)} problem(s):\n{listed}", tuple(fatal))
     for problem in problems:
-        warnings.warn(f"{problem}", ConfigMatchWarning, stacklevel=3)
         _logger.warning("%s", problem)
+        warnings.warn(f"{problem}", ConfigMatchWarning, stacklevel=3)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 from torch.nn import functional as F
 
-from bitwright.quantization import Quantizer
+from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -211,3 +212,39 @@ def test_kill_9_in_the_middle_of_a_run(tmp_path: Path):
     assert whole.returncode == 0
     results = [torch.load(tmp_path / f"{name}.result", weights_only=True) for name in ("state", "whole")]
     assert_identical(*results)
+
+
+class TwoNames(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_weight_with_two_schedules_follows_its_first_module():
+    """A warning names both modules; the schedule of the one that comes first in the model is applied."""
+    weight_only = {"op_input_spec": None, "op_output_spec": None}
+    entries = {
+        name: ModuleQuantizerConfig(**weight_only, qat_schedule=QATSchedule(enable_observer=0, enable_fake_quant=start))
+        for name, start in (("first", 2), ("second", 4))
+    }
+    quantizer = Quantizer(
+        TwoNames(), QuantizerConfig(global_config=None, module_name_configs=entries, execution_mode="eager")
+    )
+    with pytest.warns(UserWarning, match=r"shared by the modules 'first', 'second'.*that of 'first' holds"):
+        quantizer.prepare((torch.randn(3, 5),))
+    [(simulator, schedule)] = quantizer._fq_to_schedule.items()
+    assert schedule.enable_fake_quant == 2
+    with quantizer.training_mode():
+        states = []
+        for _ in range(4):
+            states.append(int(simulator.fake_quant_enabled))
+            quantizer.step()
+    assert states == [0, 0, 1, 1]
+    assert quantizer._step_count == 4

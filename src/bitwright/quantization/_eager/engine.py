@@ -35,6 +35,7 @@ class EagerEngine(Engine):
                 stacklevel=4,
             )
         self._paths: dict[str, str] = {}
+        self._owners: dict[str, tuple[str, ...]] = {}
         self._stacks: Mapping[str, tuple[nn.Module, ...]] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
@@ -51,11 +52,19 @@ class EagerEngine(Engine):
         except Exception:
             insertion.revert()
             raise
-        decided = {id(simulator): placement.module_path for simulator, placement in insertion.simulators}
-        self._paths = {
-            name: decided[id(module)] for name, module in self.model.named_modules() if id(module) in decided
-        }
+        placements = {id(simulator): placement for simulator, placement in insertion.simulators}
+        for name, module in self.model.named_modules():
+            placement = placements.get(id(module))
+            if placement is None:
+                continue
+            self._paths[name] = placement.module_path
+            if placement.state is not None and len(placement.state.owners) > 1:
+                owners = [path for path, _ in placement.state.owners]
+                self._owners[name] = tuple(dict.fromkeys([*owners, placement.module_path]))
         return self.model
+
+    def owners_of(self, name: str) -> tuple[str, ...]:
+        return self._owners.get(name) or super().owners_of(name)
 
     def module_paths(self) -> Mapping[str, str]:
         return self._paths

@@ -1,4 +1,4 @@
-"""Registered patterns in a graph, under the names that coreai-opt keeps here."""
+"""Registered patterns and ops in a graph, under the names that coreai-opt keeps here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from typing import Any
 
 from torch import fx
 
+from bitwright.planning.graph_ops import is_quantized
+from bitwright.program.aten_names import op_spellings
+from bitwright.quantization.quantizer import Quantizer
+
 from ._annotation_pattern_registry import _AnnotationPatternRegistry
 
-__all__: list[str] = []
+__all__ = ["GraphQuantizer"]
+
+
+class GraphQuantizer(Quantizer):
+    """A quantizer in graph mode."""
+
+    @staticmethod
+    def get_compressible_op_names(model: fx.GraphModule) -> list[str]:
+        """Return the names of the ops of a prepared model that quantization knows; ``op_name_config`` takes them."""
+        calls = (node for node in model.graph.nodes if node.op == "call_function")
+        return [node.name for node in calls if is_quantized(op_spellings(node)[0])]
 
 
 class _AnnotationHandler:
