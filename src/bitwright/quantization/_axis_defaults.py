@@ -43,7 +43,7 @@ def _apply_defaults(consumers: _WeightFQMap) -> None:
             continue
         per_channel = isinstance(granularity, PerChannelGranularity)
         defaults = _PER_CHANNEL_WEIGHT_AXIS_DEFAULTS if per_channel else _PER_BLOCK_WEIGHT_AXIS_DEFAULTS
-        found = {name: defaults[kind] for kind, name in modules if kind in defaults}
+        found = {name: defaults[kind] for kind, name in modules if kind is not None and kind in defaults}
         if len(set(found.values())) > 1:
             raise ValueError(f"Conflicting default axes of one weight: {found}. Set the axis in its spec.")
         if found:
