@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
 
 _HERE = Path(__file__).parent
 
@@ -18,20 +17,33 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated files to the site."""
     from mkdocs.structure.files import File
 
-    for name, content in {**pages(), **pictures()}.items():
+    for name, content in {**pages(), **pictures(), **schemas()}.items():
         files.append(File.generated(config, name, content=content))
     return files
 
 
 def pages() -> dict[str, str]:
     """Return the generated pages by path."""
-    return {"diagnostics.md": diagnostics(), "capabilities.md": capabilities(), "performance.md": performance()}
+    return {
+        "diagnostics.md": diagnostics(),
+        "capabilities.md": capabilities(),
+        "performance.md": _load("performance").page(),
+    }
+
+
+def schemas() -> dict[str, str]:
+    """Return the JSON schemas that the site publishes, by path."""
+    from bitwright.cli.loading import recipe_schema
+    from bitwright.inspection import FidelityReport
+
+    found = {"recipe": recipe_schema(), "fidelity": FidelityReport.json_schema()}
+    return {f"schema/{name}.json": json.dumps(schema, indent=2) + "\n" for name, schema in found.items()}
 
 
 def pictures() -> dict[str, str]:
     """Return the pictures by path."""
-    module = _load("pictures")
-    return {f"pictures/{name}.svg": make() for name, make in module.PICTURES.items()}
+    drawn = {name: make() for name, make in _load("pictures").PICTURES.items()}
+    return {f"pictures/{name}.svg": text for name, text in {**drawn, **_load("performance").charts()}.items()}
 
 
 def diagnostics() -> str:
@@ -45,19 +57,41 @@ def diagnostics() -> str:
     return "\n".join(parts)
 
 
+@functools.cache
 def capabilities() -> str:
-    """Which number formats of weights a target holds, asked of the exporters themselves."""
+    """What each target makes of typical specs, asked of the exporters' own checks."""
+    from bitwright.export.capabilities import capabilities as rows_of
+
+    rows = list(rows_of())
+    targets = list(rows[0].targets)
     lines = [
         "# Capabilities",
         "",
-        "What each target holds, as the exporters' own checks answer for a weight of 64 × 64.",
-        "",
-        "| weight | simulation | artifact | Core AI | Core ML |",
-        "|---|---|---|---|---|",
+        "What each target holds, as the exporters' own checks answer for a linear layer of 64 × 64. *packed*: in its",
+        "quantized types; *arithmetic*: as plain operators, as exact, but neither smaller nor faster; *dense*: decoded",
+        "values in floating point; *no*: refused before anything is written.",
+        "`bitwright plan … --target onnx` says it for your own model.",
     ]
-    for label, tensor in _examples():
-        lines.append(f"| {label} | yes | yes | {_coreai(tensor)} | {_coreml(tensor)} |")
+    for kind in ("weight", "activation"):
+        lines += [
+            "",
+            f"## {kind.capitalize()}s",
+            "",
+            f"| {kind} | {' | '.join(targets)} |",
+            "|---" * (len(targets) + 1) + "|",
+        ]
+        for row in rows:
+            if row.kind == kind:
+                cells = [_SHOWN.get(str(row.targets[name].form), str(row.targets[name].form)) for name in targets]
+                lines.append(f"| {row.label} | {' | '.join(cells)} |")
+    lines += ["", "## Why not", ""]
+    for name in targets:
+        reasons = dict.fromkeys(row.targets[name].reason.partition(";")[0] for row in rows)
+        listed = [f"    * {reason}" for reason in reasons if reason]
+        lines += [f"* {name}", *listed] if listed else []
     lines += [
+        "",
+        "## Techniques",
         "",
         "| technique | eager mode | graph mode | training |",
         "|---|---|---|---|",
@@ -70,58 +104,7 @@ def capabilities() -> str:
     return "\n".join(lines)
 
 
-def performance() -> str:
-    """The newest results of the benchmarks."""
-    results = sorted((_HERE.parents[1] / "benchmarks" / "results").glob("*.json"))
-    lines = ["# Performance", "", "Made by `make bench`; ratios of medians within one run on one machine.", ""]
-    if not results:
-        lines.append("There are no results in this tree. Run `make bench`, then build the site again.")
-    for path in results:
-        lines += [f"## {path.stem}", "", "```json", json.dumps(json.loads(path.read_text()), indent=2), "```", ""]
-    return "\n".join(lines) + "\n"
-
-
-def _examples() -> list[tuple[str, Any]]:
-    from bitwright.artifact import Artifact
-    from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
-    from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-
-    torch.manual_seed(0)
-    found = []
-    for dtype in ("int8", "uint8", "int4", "uint4", "int3", "int2", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"):
-        blocks = {"type": "per_block", "axis": -1, "block_size": 32}
-        is_fp4 = dtype.startswith("float4")
-        granularity = blocks if is_fp4 else {"type": "per_channel", "axis": 0}
-        fields = {"scale_dtype": "float8_e8m0fnu"} if is_fp4 else {}
-        spec = QuantizationSpec(dtype=dtype, granularity=granularity, **fields)
-        module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
-        config = QuantizerConfig(global_config=module, execution_mode="eager")
-        prepared = Quantizer(torch.nn.Linear(64, 64), config).prepare((torch.zeros(1, 64),))
-        label = f"{dtype}, blocks of 32, power-of-two scales" if is_fp4 else f"{dtype}, per channel"
-        found.append((label, Artifact.from_model(prepared)["weight"]))
-    for bits in ("w4", "w6"):
-        config = getattr(KMeansPalettizerConfig.presets, bits)()
-        prepared = KMeansPalettizer(torch.nn.Linear(64, 64), config).prepare((torch.zeros(1, 64),))
-        found.append((f"palette of {bits[1:]} bits", Artifact.from_model(prepared)["weight"]))
-    return found
-
-
-def _coreai(tensor: Any) -> str:
-    from bitwright.export.coreai_weights import unsupported_weight
-
-    problem = unsupported_weight(tensor)
-    return "yes" if problem is None else f"no: {problem}"
-
-
-def _coreml(tensor: Any) -> str:
-    from bitwright.common import CoreMLExportError
-    from bitwright.export.coreml_weights import check_weight
-
-    try:
-        check_weight(tensor, "weight")
-    except CoreMLExportError:
-        return "no"
-    return "yes"
+_SHOWN = {"refused": "no"}
 
 
 def _load(name: str) -> ModuleType:

@@ -10,12 +10,15 @@ import pkgutil
 import re
 import socket
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import bitwright
+from bitwright.cli.loading import recipe_schema
+from bitwright.export.targets import TARGETS
 from bitwright.inspection import diagnostics
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +37,7 @@ def hooks() -> ModuleType:
 
 def test_pictures_are_drawings_of_the_numbers(hooks: ModuleType) -> None:
     """Each is well-formed SVG with marks; the pages show all of them and no others."""
-    pictures = hooks.pictures()
+    pictures = {name: text for name, text in hooks.pictures().items() if "performance" not in name}
     shown = set(re.findall(r"\((pictures/\w+\.svg)\)", (ROOT / "docs" / "concepts.md").read_text()))
     assert shown == set(pictures)
     for text in pictures.values():
@@ -44,17 +47,67 @@ def test_pictures_are_drawings_of_the_numbers(hooks: ModuleType) -> None:
     assert len({point.split(",")[1] for point in points}) == 7  # of 8 codes, symmetric data leaves one out
 
 
-def test_generated_pages(hooks: ModuleType) -> None:
-    """Every diagnostic has its heading; the capability table says what Core ML lacks."""
-    pages = hooks.pages()
+def test_diagnostics_page(hooks: ModuleType) -> None:
+    """Every diagnostic has its heading."""
+    page = hooks.pages()["diagnostics.md"]
     for code in diagnostics():
-        assert f"\n## {code}: " in pages["diagnostics.md"]
-    rows = {
-        row.split(" |")[0].strip("| "): row for row in pages["capabilities.md"].splitlines() if row.startswith("| ")
-    }
-    assert rows["int8, per channel"].endswith("| yes | yes |")
-    assert rows["int2, per channel"].endswith("| no |")
-    assert "no: " not in rows["float4_e2m1fn, blocks of 32, power-of-two scales"]
+        assert f"\n## {code}: " in page
+
+
+def test_capability_table(hooks: ModuleType) -> None:
+    """A column for every target, in order, and a row for every sample; what Core ML lacks is said with the reason."""
+    page = hooks.pages()["capabilities.md"]
+    header = next(line for line in page.splitlines() if line.startswith("| weight |"))
+    targets = [cell.strip() for cell in header.strip("|").split("|")][1:]
+    assert targets == list(TARGETS)
+    weights = page.partition("## Activations")[0].splitlines()
+    rows = {line.split(" |")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in weights}
+    assert rows["int8, per channel"][targets.index("coreml")] == "packed"
+    assert rows["int2, per channel"][targets.index("coreml")] == "no"
+    assert rows["palette of 4 bits"][targets.index("gguf")] == "no"
+    assert "CoreML export does not support int2" in page.partition("## Why not")[2]
+
+
+def test_performance_page_shows_all_results(hooks: ModuleType) -> None:
+    """A section for every file of results, the figures of the files, every chart that it refers to and no other."""
+    page = hooks.pages()["performance.md"]
+    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert results
+    for name, document in results.items():
+        section = page.split(f"## {name.replace('_', ' ')}\n")[1].split("\n## ")[0]
+        figures = {f"{value:.4g}" for value in _floats(document) if 1e-3 < abs(value) < 1e4}
+        assert len([figure for figure in figures if figure in section]) >= 0.6 * len(figures), name
+    charts = {name for name in hooks.pictures() if "performance" in name}
+    assert set(re.findall(r"\((pictures/performance_\w+\.svg)\)", page)) == charts != set()
+    for name in charts:
+        assert len(ET.fromstring(hooks.pictures()[name]).findall("{*}rect")) > 1
+
+
+def _floats(document: object) -> Iterator[float]:
+    if isinstance(document, float):
+        yield document
+    elif isinstance(document, (dict, list)):
+        timing = isinstance(document, dict) and "median" in document
+        for value in document.values() if isinstance(document, dict) else document:
+            if not timing:
+                yield from _floats(value)
+
+
+def test_missed_targets_are_said(hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most and at least: the count, the mark in the table, the colour in the chart."""
+    rows = [
+        {"case": "fine", "over": 1.2, "over_allowed": 1.5, "faster": 9.0, "faster_wanted": 8},
+        {"case": "slow", "over": 1.7, "over_allowed": 1.5, "faster": 7.0, "faster_wanted": 8},
+    ]
+    (tmp_path / "speed.json").write_text(json.dumps({"machine": {"cores": 2}, "results": rows}))
+    performance = hooks._load("performance")
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    page = performance.page()
+    assert "4 figures have a stated target; 2 reach it, 2 miss it" in page
+    assert "| fine | 1.2 (at most 1.5) | 9 (at least 8) |" in page
+    assert "| slow | **1.7 (at most 1.5), missed** | **7 (at least 8), missed** |" in page
+    bars = ET.fromstring(performance.charts()["performance_speed_0"]).findall("{*}rect")
+    assert [bar.attrib["fill"] for bar in bars] == ["#2f6fb7", "#d07a1f"]
 
 
 def test_tutorial_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +139,7 @@ def test_site_builds_and_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pages = {str(page.relative_to(site)): page.read_text() for page in site.rglob("*.html")}
     assert [name for name, text in pages.items() if _OUTSIDE.search(text)] == []
     assert _names_without_entry("".join(text for name, text in pages.items() if name.startswith("api"))) == []
+    assert json.loads((site / "schema" / "recipe.json").read_text()) == recipe_schema()
     reference = pages["api/inspection.html"]
     shown = sum(block.count("&gt;&gt;&gt;") for block in re.findall(r"<pre>.*?</pre>", reference, re.DOTALL))
     assert shown == reference.count("&gt;&gt;&gt;") > 5, "examples stand outside code blocks"
