@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bitwright.quantization import Quantizer
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
-from tests.quantization.qat.networks import make_config
+from tests.quantization.qat.networks import MODES, make_config
 
 needs_trainer = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")),
@@ -39,11 +39,11 @@ def rows(scale=1.0):
     return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
 
 
-def make():
+def make(mode="eager", kind="plain"):
     torch.manual_seed(0)
-    schedule = QATSchedule(enable_fake_quant=2, disable_observer=5)
-    quantizer = Quantizer(Net(), make_config("eager", schedule=schedule))
-    return quantizer, quantizer.prepare((torch.randn(2, 4),))
+    schedule = QATSchedule(enable_fake_quant=2, disable_observer=5, least_bits={0: 8, 3: 1})
+    quantizer = Quantizer(Net(), make_config(mode, kind, schedule=schedule))
+    return quantizer, quantizer.prepare((torch.randn(4, 4),))
 
 
 def largest(prepared):
@@ -52,7 +52,8 @@ def largest(prepared):
 
 
 @needs_trainer
-def test_transformers_trainer(tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "lsq"])
+def test_transformers_trainer(tmp_path, kind):
     """Steps are counted per optimizer step, evaluation data is not observed, and a checkpoint resumes the count."""
     from transformers import Trainer, TrainingArguments
 
@@ -76,11 +77,11 @@ def test_transformers_trainer(tmp_path):
             callbacks=[QATCallback(quantizer, resume)],
         )
 
-    quantizer, prepared = make()
+    quantizer, prepared = make(kind=kind)
     trainer(quantizer, prepared, tmp_path).train()
     assert quantizer.state_dict()["step_count"] == 4
-    assert largest(prepared) < 100
-    again, fresh = make()
+    assert kind == "lsq" or largest(prepared) < 100
+    again, fresh = make(kind=kind)
     checkpoint = tmp_path / "checkpoint-2"
     trainer(again, fresh, tmp_path / "again", checkpoint).train(resume_from_checkpoint=str(checkpoint))
     assert again.state_dict() == quantizer.state_dict()
@@ -89,8 +90,10 @@ def test_transformers_trainer(tmp_path):
 
 
 @needs_lightning
-def test_lightning(tmp_path):
-    """The same through a Lightning trainer, with its own checkpoints."""
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["plain", "lsq"])
+def test_lightning(tmp_path, mode, kind):
+    """The same through a Lightning trainer, with its own checkpoints: a resumed run is the uninterrupted one."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
@@ -102,7 +105,7 @@ def test_lightning(tmp_path):
             self.prepared = prepared
 
         def training_step(self, batch, index):
-            return self.prepared(**batch)["loss"]
+            return F.cross_entropy(self.prepared(batch["x"]), batch["labels"])
 
         def validation_step(self, batch, index):
             self.prepared(batch["x"])
@@ -120,15 +123,20 @@ def test_lightning(tmp_path):
         trainer.fit(Module(prepared), *loaders, ckpt_path=checkpoint)
         return trainer
 
-    quantizer, prepared = make()
+    quantizer, prepared = make(mode, kind)
     trainer = fit(quantizer, prepared, 2)
     assert quantizer.state_dict()["step_count"] == 4
-    assert largest(prepared) < 100
+    assert kind == "lsq" or largest(prepared) < 100
     path = tmp_path / "last.ckpt"
     trainer.save_checkpoint(path)
-    again, fresh = make()
+    again, fresh = make(mode, kind)
     fit(again, fresh, 3, str(path))
-    assert again.state_dict()["step_count"] == 6
+    whole, expected = make(mode, kind)
+    fit(whole, expected, 3)
+    assert whole.state_dict()["step_count"] == 6
+    assert again.state_dict() == whole.state_dict()
+    for (name, one), other in zip(expected.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(one) else one == other, name
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])
