@@ -135,7 +135,7 @@ def test_random_specs_are_exported_exactly_or_refused(spec):
 def test_dynamic_activations_are_refused():
     model, x = built(Mlp)
     quantizer, _ = prepared(model, x, W8, QuantizationSpec(qparam_calculator_cls="dynamic"))
-    with pytest.raises(NotImplementedError, match="quantized dynamically"):
+    with pytest.raises(NotImplementedError, match="dynamic quantization"):
         quantizer.finalize(backend="coreml")
 
 

@@ -146,7 +146,7 @@ def _refuse_stateless(model: nn.Module, backend: ExportBackend) -> None:
         if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, ExecutionMode.EAGER):
             continue
         raise NotImplementedError(
-            f"Activation {path!r} is quantized dynamically ({type(simulator.qparams_calculator).__name__}), which "
+            f"Activation {path!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}): "
             f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
             "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
             "register an activation export handler."

@@ -205,7 +205,7 @@ def _refuse_stateless(found: GraphSimulators, backend: ExportBackend) -> None:
         if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, ExecutionMode.GRAPH):
             continue
         raise NotImplementedError(
-            f"Activation {node.name!r} is quantized dynamically ({type(simulator.qparams_calculator).__name__}), which "
+            f"Activation {node.name!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}): "
             f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
             "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
             "register an activation export handler."

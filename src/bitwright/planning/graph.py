@@ -76,7 +76,8 @@ def plan_graph_quantization(
     link_views(program)
     chains = find_chains(program, rules, own_roles)
     builder = PlanBuilder("graph")
-    for decision in decide_states(program, rules, _rules_of(chains)).values():
+    ranks = {id(chain.primary): chain.rank for chain in chains}
+    for decision in decide_states(program, rules, _rules_of(chains), rank_of=lambda op: ranks[id(op)]).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))
     table = build_slots(program, chains)
     groups = reconcile(program, chains, table)

@@ -50,6 +50,7 @@ def decide_states(
     rules: ModuleRules,
     op_rule_of: Callable[[Op], OpRule | None],
     keys_of: Callable[[StateTensor, Op], tuple[str, ...]] = state_keys,
+    rank_of: Callable[[Op], int] | None = None,
 ) -> dict[str, StateDecision]:
     """Return a decision for each floating-point state that a recognised op consumes, by canonical name.
 
@@ -57,7 +58,8 @@ def decide_states(
 
     ``module_state_spec`` of any owner (strongest rule first) beats op specs. Among ops, the strongest module rule
     decides, equally strong ones by the last call. ``op_rule_of`` returns None for an op that is not recognised, and
-    ``keys_of`` the keys under which a state's spec is looked up in an op's rule.
+    ``keys_of`` the keys under which a state's spec is looked up in an op's rule. ``rank_of`` gives the strength of
+    each recognised op, smaller for stronger, where that of its module's rule is not all there is to it.
     """
     decisions: dict[str, StateDecision] = {}
     owned: dict[str, StateDecision | None] = {}
@@ -70,7 +72,8 @@ def decide_states(
             if decision is not None:
                 decisions[state.name] = decision
             elif op_rule is not None:
-                _keep_stronger(decisions, _op_decision(state, op, op_rule, keys_of(state, op)))
+                rank = op_rule.module_rule.priority if rank_of is None else rank_of(op)
+                _keep_stronger(decisions, _op_decision(state, op, op_rule, keys_of(state, op), rank))
     return decisions
 
 
@@ -90,12 +93,12 @@ def _module_state_decision(state: StateTensor, rules: ModuleRules) -> StateDecis
     return None
 
 
-def _op_decision(state: StateTensor, op: Op, op_rule: OpRule, keys: tuple[str, ...]) -> StateDecision:
+def _op_decision(state: StateTensor, op: Op, op_rule: OpRule, keys: tuple[str, ...], rank: int) -> StateDecision:
     match = lookup_spec(op_rule.op_state_spec, keys)
     described = f"{op_rule.describe()}.op_state_spec"
     if match.found:
         described += f"[{match.key!r}]"
-    return StateDecision(state, match.spec, match.found, described, op.module_path, op_rule.module_rule.priority)
+    return StateDecision(state, match.spec, match.found, described, op.module_path, rank)
 
 
 def _keep_stronger(decisions: dict[str, StateDecision], new: StateDecision) -> None:
