@@ -1,26 +1,22 @@
 """What palettization costs in accuracy: granularities, calibration and training strategies, on two trained networks.
 
-    python benchmarks/palettization_accuracy.py [--seeds 3] [--steps 300]
+    python benchmarks/palettization_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...]
 
 The networks and data of qat.py: a CNN on handwritten digits and a character transformer on the source of Python's
 standard library. Every row starts from the same float weights; trained rows see the same batches. Loss and accuracy are
-means over seeds, on data held out from training and calibration. Results go to
+measured on data held out from training and calibration. Rows are kept by seed, with their means, in
 benchmarks/results/palettization_accuracy.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from _measure import write_json
-from qat import MODELS, character_data, digits_data, evaluate, loss_of, train
+from _accuracy import main
+from qat import loss_of, train
 from torch import nn
 
 from bitwright.palettization import (
@@ -32,9 +28,7 @@ from bitwright.palettization import (
 from bitwright.palettization.spec import PerGroupedChannelGranularity
 from bitwright.quantization.spec import QuantizationSpec
 
-DATA = {"digits": digits_data, "characters": character_data}
 CALIBRATION = 32
-RATE = {"digits": 5e-3, "characters": 3e-3}
 
 Row = Callable[[nn.Module, dict[str, Any]], KMeansPalettizer]
 
@@ -59,7 +53,7 @@ def prepared(model: nn.Module, job: dict[str, Any], config: KMeansPalettizerConf
     example = (job["batches"][0][0],)
     plan = palettizer.plan(example)
     weights = sum(row.dense_bytes for row in plan) // 4
-    job["bits"] = 8 * plan.compressed_bytes / weights
+    job["notes"]["bits"] = 8 * plan.compressed_bytes / weights
     palettizer.prepare(example)
     return palettizer
 
@@ -90,7 +84,9 @@ def trained(strategy: dict[str, Any], **spec: Any) -> Row:
         palettizer = prepared(model, job, config_of(training_strategy_spec=strategy, **spec))
         batches = job["batches"][: job["tuning_steps"]]
         with palettizer.training_mode():
-            job["step_seconds"] = train(model, batches, [{"params": model.parameters(), "lr": job["rate"] / 5}])
+            job["notes"]["step_seconds"] = train(
+                model, batches, [{"params": model.parameters(), "lr": job["rate"] / 5}]
+            )
         return palettizer
 
     return run
@@ -119,50 +115,13 @@ ROWS: dict[str, Row] = {
 }
 
 
-def float_model(task: str, seed: int, job: dict[str, Any]) -> nn.Module:
-    """Train the float network."""
-    torch.manual_seed(seed)
-    model = MODELS[task]()
-    train(model, job["batches"], [{"params": model.parameters(), "lr": RATE[task]}])
-    return model.eval()
-
-
-def run_task(task: str, seeds: int, steps: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """Return means over seeds, by row."""
-    job = DATA[task](steps)
-    job |= {"rate": RATE[task], "tuning_steps": steps // 2}
-    found: dict[str, list[dict[str, float]]] = {}
-    for seed in range(seeds):
-        dense = float_model(task, seed, job)
-        found.setdefault("float32", []).append({"bits": 32.0, **evaluate(dense, job["test"])})
-        for name in names:
-            torch.manual_seed(seed)
-            model = copy.deepcopy(dense)
-            job.pop("step_seconds", None)
-            ROWS[name](model, job)
-            extra = {"step_seconds": job["step_seconds"]} if "step_seconds" in job else {}
-            found.setdefault(name, []).append({"bits": job["bits"], **evaluate(model, job["test"]), **extra})
-    return {name: {key: statistics.mean(r[key] for r in rows) for key in rows[0]} for name, rows in found.items()}
-
-
-def main() -> None:
-    """Run, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/palettization_accuracy.json")
-    args = parser.parse_args()
-    warnings.filterwarnings("error")
-    results: dict[str, Any] = {"seeds": args.seeds, "steps": args.steps}
-    for task in DATA:
-        results[task] = run_task(task, args.seeds, args.steps, args.rows)
-        print(f"\n{task:<28}{'bits':>6}{'loss':>9}{'accuracy':>10}")
-        for name, row in results[task].items():
-            print(f"{name:<28}{row['bits']:>6.2f}{row['loss']:>9.4f}{row['accuracy']:>10.2%}")
-    if args.rows == list(ROWS):
-        write_json(args.out, results)
+CLAIMS = {
+    "learned palettes beat found ones": ("2 bit, dkm", "2 bit"),
+    "groups of 16 channels beat one palette at 2 bit": ("2 bit, groups of 16", "2 bit"),
+    "groups of 16 channels beat one palette at 3 bit": ("3 bit, groups of 16", "3 bit"),
+}
 
 
 if __name__ == "__main__":
-    main()
+    warnings.filterwarnings("error")
+    main(__doc__, ROWS, Path(__file__).parent / "results/palettization_accuracy.json", CLAIMS)

@@ -1,35 +1,29 @@
 """What pruning costs in accuracy: scores, patterns, schedules and removal of channels, on two trained networks.
 
-    python benchmarks/pruning_accuracy.py [--seeds 4] [--steps 300]
+    python benchmarks/pruning_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...]
 
 The networks and data of qat.py: a CNN on handwritten digits and a character transformer on the source of Python's
 standard library. Every row starts from the same float weights; calibrated rows see the same data, trained rows the same
-batches. Loss and accuracy are means over seeds, on data held out from training and calibration. Results go to
-benchmarks/results/pruning_accuracy.json.
+batches. Loss and accuracy are measured on data held out from training and calibration. Rows are kept by seed, with
+their means, in benchmarks/results/pruning_accuracy.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from _measure import write_json
-from qat import MODELS, character_data, digits_data, evaluate, train
+from _accuracy import main
+from qat import train
 from torch import nn
 
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import CosineDecaySchedule, PolynomialDecaySchedule, SparsityScheduleBase
 from bitwright.pruning.spec import ChannelStructured, NMStructured
 
-DATA = {"digits": digits_data, "characters": character_data}
 CALIBRATION = 16
-RATE = {"digits": 5e-3, "characters": 3e-3}
 SHARES = (0.5, 0.6, 0.7)
 
 Row = Callable[[nn.Module, dict[str, Any]], MagnitudePruner]
@@ -87,7 +81,7 @@ def shrunk(**spec: Any) -> Row:
         pruner = trained(PolynomialDecaySchedule, True, pruning_scheme=ChannelStructured(), **spec)(model, job)
         model.eval()
         report = pruner.shrink((job["batches"][0][0],))
-        job["parameters"] = report.parameters_after / report.parameters_before
+        job["notes"]["parameters"] = report.parameters_after / report.parameters_before
         return pruner
 
     return run
@@ -115,52 +109,13 @@ ROWS: dict[str, Row] = {
 }
 
 
-def float_model(task: str, seed: int, job: dict[str, Any]) -> nn.Module:
-    """Train the float network."""
-    torch.manual_seed(seed)
-    model = MODELS[task]()
-    train(model, job["batches"], [{"params": model.parameters(), "lr": RATE[task]}])
-    return model.eval()
-
-
-def run_task(task: str, seeds: int, steps: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """Return means over seeds, by row."""
-    job = DATA[task](steps)
-    job |= {"task": task, "rate": RATE[task], "tuning_steps": steps // 2}
-    found: dict[str, list[dict[str, float]]] = {}
-    for seed in range(seeds):
-        dense = float_model(task, seed, job)
-        found.setdefault("float32", []).append(evaluate(dense, job["test"]))
-        for name in names:
-            torch.manual_seed(seed)
-            model = copy.deepcopy(dense)
-            job.pop("parameters", None)
-            ROWS[name](model, job)
-            extra = {"parameters": job["parameters"]} if "parameters" in job else {}
-            found.setdefault(name, []).append({**evaluate(model, job["test"]), **extra})
-    return {name: {key: statistics.mean(r[key] for r in rows) for key in rows[0]} for name, rows in found.items()}
-
-
-def main() -> None:
-    """Run, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/pruning_accuracy.json")
-    args = parser.parse_args()
-    warnings.filterwarnings("error")
-    warnings.filterwarnings("default", message=r".*\[block-size\].*")  # layers that 2:4 does not divide stay dense
-    results: dict[str, Any] = {"seeds": args.seeds, "steps": args.steps}
-    for task in DATA:
-        results[task] = run_task(task, args.seeds, args.steps, args.rows)
-        print(f"\n{task:<34}{'loss':>9}{'accuracy':>10}")
-        for name, row in results[task].items():
-            size = f"  {row['parameters']:.0%} of the parameters" if "parameters" in row else ""
-            print(f"{name:<34}{row['loss']:>9.4f}{row['accuracy']:>10.2%}{size}")
-    if args.rows == list(ROWS):
-        write_json(args.out, results)
+CLAIMS = {
+    "wanda beats magnitude at 60%": ("wanda 60%", "magnitude 60%"),
+    "sparsegpt beats magnitude at 60%": ("sparsegpt 60%", "magnitude 60%"),
+}
 
 
 if __name__ == "__main__":
-    main()
+    warnings.filterwarnings("error")
+    warnings.filterwarnings("default", message=r".*\[block-size\].*")  # layers that 2:4 does not divide stay dense
+    main(__doc__, ROWS, Path(__file__).parent / "results/pruning_accuracy.json", CLAIMS)

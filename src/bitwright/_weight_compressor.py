@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from bitwright._utils.parametrization import parametrize_tensor
@@ -73,6 +74,11 @@ class WeightCompressor(_BaseModelCompressor):
     _technique: ClassVar[WeightTechnique]
 
     def __init__(self, model: nn.Module, config: Any = None) -> None:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{type(self).__name__} cannot compress a TorchScript module ({type(model).__name__}): its weights "
+                "cannot be replaced. Compress the nn.Module that it was scripted or traced from."
+            )
         super().__init__(model, self._config_type() if config is None else config)
         if not isinstance(self._config, self._config_type):
             raise TypeError(
@@ -114,6 +120,7 @@ class WeightCompressor(_BaseModelCompressor):
         traced = self._trace(example_inputs, example_kwargs)
         plan = self._plan_for(traced)
         self._report(plan, strict)
+        self._refuse_without_data(plan)
         inserted = InsertedSimulators(self._model)
         try:
             for placement in plan.placements:
@@ -130,6 +137,15 @@ class WeightCompressor(_BaseModelCompressor):
 
     def _report(self, plan: Plan, strict: bool) -> None:
         report_problems(plan.problems, strict, stacklevel=5)
+
+    def _refuse_without_data(self, plan: Plan) -> None:
+        bare = [place.name for place in plan.placements if place.state is not None and place.state.tensor.is_meta]
+        if bare:
+            raise ValueError(
+                f"{type(self).__name__} cannot prepare weights on the meta device, which have no data: "
+                f"{', '.join(map(repr, bare))}. Load the model first: model.to_empty(device=...) and "
+                "model.load_state_dict(...). plan() works without data."
+            )
 
     @abstractmethod
     def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> CompressionSimulatorBase:

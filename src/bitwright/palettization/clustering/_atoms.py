@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import inlined, kernel
+from bitwright.palettization.clustering._jit import called, inlined, kernel
 from bitwright.palettization.clustering._paths import (
     _difference_error,
     _product_error,
@@ -23,7 +23,7 @@ _CUBE_ROOT_BIAS = 0x2A9F7893782DA1CE  # two thirds of the exponent bias, less a 
 _ONE = np.ones(1)
 
 
-@kernel
+@called
 def cube_roots(entries: _Floats) -> None:
     """Replace non-negative doubles by their cube roots to within 6 %: a third of the bits as an integer."""
     bits = entries.view(np.int64)
@@ -31,7 +31,7 @@ def cube_roots(entries: _Floats) -> None:
         bits[i] = bits[i] // 3 + _CUBE_ROOT_BIAS
 
 
-@kernel
+@called
 def spread_unit(measure: _Floats, caps: _Floats, target: int) -> float:
     """The unit at which Σ min(cap, measure / unit) comes to ``target``, to a few percent.
 
@@ -57,7 +57,7 @@ def spread_unit(measure: _Floats, caps: _Floats, target: int) -> float:
     return unit
 
 
-@kernel
+@called
 def _spacing(values: _Floats, weights: _Floats) -> _Floats:
     """weight^(1/3) · distance^(2/3) between neighbours, whose integral sets the density of an optimal
     quantizer's cells (Panter and Dite 1951)."""
@@ -69,7 +69,7 @@ def _spacing(values: _Floats, weights: _Floats) -> _Floats:
     return measure
 
 
-@kernel
+@called
 def _merged(values: _Floats, weights: _Floats, measure: _Floats, unit: float) -> tuple[_Floats, _Floats]:
     """Neighbouring atoms joined until each joint atom spans about one unit; positions are weighted means."""
     size = 1
@@ -102,7 +102,7 @@ def _merged(values: _Floats, weights: _Floats, measure: _Floats, unit: float) ->
     return positions, masses
 
 
-@kernel
+@called
 def centred_moments(values: _Floats, weights: _Floats) -> _Floats:
     """Prefix sums (n + 1, 4) that are zero at the middle and run outwards."""
     n = values.size
@@ -130,7 +130,7 @@ def _accumulate(
     moments[target, column] = total
 
 
-@kernel
+@called
 def _careful_moments(values: _Floats, weights: _Floats) -> tuple[_Floats, _Floats]:
     """:func:`centred_moments` in double-double: high halves (n + 1, 4) and low halves (n + 1, 3)."""
     n = values.size
@@ -155,19 +155,21 @@ def _careful_moments(values: _Floats, weights: _Floats) -> tuple[_Floats, _Float
     return moments, residue
 
 
-@kernel
+@called
 def _likely_price(values: _Floats, weights: _Floats, n_clusters: int) -> float:
     """What one more cluster saves where density is smooth: a cell of one unit has the error unit³ / 12, and the
     total falls as 1 / k²."""
     return spread_unit(_spacing(values, weights), _ONE, n_clusters) ** 3 / 6.0
 
 
-@kernel
+@called
 def _solved(
-    values: _Floats, weights: _Floats, n_clusters: int, tolerance: float
+    values: _Floats, weights: _Floats, n_clusters: int, tolerance: float, careful: bool | None
 ) -> tuple[npt.NDArray[np.int32], float]:
-    """Bounds and error of the best partition of more than ``n_clusters`` >= 2 atoms of size around one."""
-    none = np.zeros((1, 3))
+    """Bounds and error of the best partition of more than ``n_clusters`` >= 2 atoms of size around one.
+
+    Unless ``careful`` the error is NaN where rounding may have decided about the partition.
+    """
     price = 0.0
     coarse = max(_COARSE, 16 * n_clusters)
     if values.size > 4 * coarse:
@@ -175,21 +177,30 @@ def _solved(
         positions, masses = _merged(values, weights, measure, spread_unit(measure, _ONE, coarse))
         if positions.size > n_clusters:
             price = _likely_price(positions, masses, n_clusters)
-            _, _, price = cheapest_partition(centred_moments(positions, masses), none, n_clusters, price, 1e-4)
+            _, _, price = cheapest_partition(centred_moments(positions, masses), None, n_clusters, price, 1e-4)
     if price == 0.0:
         price = _likely_price(values, weights, n_clusters)
-    moments = centred_moments(values, weights)
-    bounds, error, _ = cheapest_partition(moments, none, n_clusters, price, tolerance)
-    noise = _NOISE * (moments[-1, 2] - moments[0, 2])
-    if noise > 0.01 * max(tolerance, 1e-9) * error:
+    if careful is None:
+        moments = centred_moments(values, weights)
+        bounds, error, _ = cheapest_partition(moments, None, n_clusters, price, tolerance)
+        noise = _NOISE * (moments[-1, 2] - moments[0, 2])
+        if noise > 0.01 * max(tolerance, 1e-9) * error:
+            error = math.nan
+    else:
         moments, residue = _careful_moments(values, weights)
         bounds, error, _ = cheapest_partition(moments, residue, n_clusters, price, tolerance)
     return bounds, error
 
 
 @kernel
-def cluster_atoms(
-    values: _Floats, weights: _Floats, n_clusters: int, limit: int, tolerance: float, centroids: _Floats
+def fill_centroids(
+    values: _Floats,
+    weights: _Floats,
+    n_clusters: int,
+    limit: int,
+    tolerance: float,
+    centroids: _Floats,
+    careful: bool | None,
 ) -> tuple[int, float]:
     """Fill ``centroids`` ascending with the best ``n_clusters`` for weighted atoms.
 
@@ -200,10 +211,11 @@ def cluster_atoms(
         limit: where there are more than twice as many atoms, they are merged to about this many first.
         tolerance: relative to the optimal error of the (merged) atoms.
         centroids: float64 ``[n_clusters]``, written; the last one is repeated when there are fewer atoms.
+        careful: None for float64 arithmetic, True for twice its precision.
 
     Returns:
         the number of different centroids and the squared error of the (merged) atoms around them, in units of
-        the given weights.
+        the given weights; NaN where the careful arithmetic is needed.
     """
     if values.size <= n_clusters:
         for i in range(centroids.size):
@@ -224,12 +236,13 @@ def cluster_atoms(
         measure = _spacing(positions, masses)
         positions, masses = _merged(positions, masses, measure, spread_unit(measure, _ONE, limit))
     if n_clusters == 1 or positions.size <= n_clusters:
-        bounds = np.arange(positions.size + 1).astype(np.int32)
+        bounds = np.empty(min(n_clusters, positions.size) + 1, np.int32)
+        for i in range(bounds.size):
+            bounds[i] = i
+        bounds[-1] = positions.size
         error = 0.0
-        if n_clusters == 1:
-            bounds = np.array([0, positions.size], dtype=np.int32)
     else:
-        bounds, error = _solved(positions, masses, n_clusters, tolerance)
+        bounds, error = _solved(positions, masses, n_clusters, tolerance, careful)
     used = bounds.size - 1
     for cluster in range(used):
         start = bounds[cluster]
@@ -246,3 +259,13 @@ def cluster_atoms(
     for i in range(used, centroids.size):
         centroids[i] = centroids[used - 1]
     return used, error * unit_mass / scale / scale
+
+
+def cluster_atoms(
+    values: _Floats, weights: _Floats, n_clusters: int, limit: int, tolerance: float, centroids: _Floats
+) -> tuple[int, float]:
+    """:func:`fill_centroids` with the arithmetic that the atoms need; ``values`` and ``weights`` stay as they are."""
+    used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, limit, tolerance, centroids, None)
+    if math.isnan(error):
+        used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, limit, tolerance, centroids, True)
+    return used, error

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.palettization.clustering._atoms import cube_roots, spread_unit
-from bitwright.palettization.clustering._jit import inlined, kernel
+from bitwright.palettization.clustering._jit import called, inlined, kernel
 
 _Floats = npt.NDArray[np.float64]
 _Codes = npt.NDArray[np.uint32]
@@ -113,7 +113,7 @@ def occupied_cells(
     return cells[:size].copy(), totals[:size].copy()
 
 
-@kernel
+@called
 def _cell_start_and_step(cell: int) -> tuple[float, float]:
     """Value of the cell's pattern with zero lower bits, and what one unit in the last place adds to it."""
     exponent = (cell >> 7) & 255
@@ -262,6 +262,10 @@ def first_labels(
                 inside += 1
             most = max(most, inside)
     return labels, most
+
+
+WHOLE_CELLS: npt.NDArray[np.uint32] = (np.arange(N_CELLS, dtype=np.uint32) << np.uint32(5)) | np.uint32(16)
+"""The table of :func:`plan_bins` with one bin for every cell."""
 
 
 @kernel

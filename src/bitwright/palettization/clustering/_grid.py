@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.palettization.clustering._atoms import centred_moments
-from bitwright.palettization.clustering._jit import inlined, kernel
+from bitwright.palettization.clustering._jit import called, inlined, kernel
 
 _Floats = npt.NDArray[np.float64]
 
@@ -22,7 +22,7 @@ def _around(moments: _Floats, start: int, stop: int, level: float) -> float:
     return error
 
 
-@kernel
+@called
 def _gaps(values: _Floats, moments: _Floats, levels: _Floats) -> _Floats:
     """Error ``[G + 1, G + 1]`` of the atoms between two neighbouring entries, i < j, at levels i - 1 and j - 1.
 

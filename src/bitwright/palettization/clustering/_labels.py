@@ -91,13 +91,14 @@ def label_by_search(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np
     widest = 1
     while widest < thresholds.size:
         widest *= 2
-    padded = np.full(widest, np.inf, thresholds.dtype)
-    for i in range(thresholds.size):
-        padded[i] = thresholds[i]
+    padded = np.empty(widest, thresholds.dtype)
+    for i in range(widest):
+        padded[i] = thresholds[i] if i < thresholds.size else np.inf
     places = np.empty(_SEARCHED, np.int32)
     for start in range(0, values.size, _SEARCHED):
         size = min(_SEARCHED, values.size - start)
-        places[:] = 0
+        for i in range(size):
+            places[i] = 0
         if widest <= _COMPARED:
             block = values[start : start + size]
             for threshold in padded[:-1]:
@@ -153,6 +154,23 @@ def label_by_bins(
         while values[i] > thresholds[label]:
             label += 1
         labels[i] = label
+
+
+@kernel
+def label_by_cell(
+    values: npt.NDArray[np.float32], first: _Labels, thresholds: npt.NDArray[np.float32], labels: _Labels
+) -> None:
+    """Like :func:`label_by_bins` where no cell (the upper 16 bits) holds more than one threshold: one look-up less."""
+    codes = values.view(np.uint32)
+    quarter = values.size // 4
+    for i in range(quarter):
+        for stream in range(4):
+            place = i + stream * quarter
+            label = first[codes[place] >> np.uint32(16)]
+            labels[place] = label + (values[place] > thresholds[label])
+    for i in range(4 * quarter, codes.size):
+        label = first[codes[i] >> np.uint32(16)]
+        labels[i] = label + (values[i] > thresholds[label])
 
 
 @kernel

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import kernel
+from bitwright.palettization.clustering._jit import called, kernel
 
 _Floats = npt.NDArray[np.float64]
 _Real = npt.NDArray[np.floating]
@@ -21,7 +21,7 @@ _BLOCK = 256
 _HASH_SIZE = 1024
 
 
-@kernel
+@called
 def _turn(points: _Real, start: int, size: int, centre: _Floats, scale: float, block: _Real) -> None:
     """Write ``scale · (points[start : start + size] - centre)`` into the columns of ``block [D, _BLOCK]``."""
     for d in range(points.shape[1]):
@@ -29,7 +29,7 @@ def _turn(points: _Real, start: int, size: int, centre: _Floats, scale: float, b
             block[d, i] = (points[start + i, d] - centre[d]) * scale
 
 
-@kernel
+@called
 def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt.NDArray[np.int32]) -> None:
     """Squared distance to, and index of, the nearest centroid of each column; the lower index on a tie."""
     dims = block.shape[0]
@@ -137,7 +137,7 @@ def error_of_vectors(points: _Real, weights: _Real, labels: _Labels, centroids: 
     return total
 
 
-@kernel
+@called
 def _draw(state: npt.NDArray[np.uint64]) -> float:
     """The next uniform number in [0, 1) of a SplitMix64 stream."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -148,7 +148,7 @@ def _draw(state: npt.NDArray[np.uint64]) -> float:
     return np.float64(bits >> np.uint64(11)) * 2.0**-53
 
 
-@kernel
+@called
 def _pick(chances: _Real, total: float, state: npt.NDArray[np.uint64]) -> int:
     """An index with probability ``chances[i] / total``."""
     left = _draw(state) * total
@@ -195,7 +195,7 @@ def seed_centroids(
     return centroids
 
 
-@kernel
+@called
 def moved_centroids(centroids: npt.NDArray[np.float32], masses: _Floats, sums: _Floats) -> int:
     """Move centroids to the means of their points; returns one without points, or -1."""
     empty = -1
@@ -238,7 +238,7 @@ def run_lloyd(
     return error
 
 
-@kernel
+@called
 def _stakes(
     points: npt.NDArray[np.float32], weights: _Real, centroids: npt.NDArray[np.float32]
 ) -> tuple[_Floats, _Floats]:
@@ -278,7 +278,7 @@ def _stakes(
     return errors, losses
 
 
-@kernel
+@called
 def _ascending(entries: _Floats) -> npt.NDArray[np.int64]:
     """Places of a few entries in ascending order, equal ones by place."""
     order = np.empty(entries.size, np.int64)
@@ -291,7 +291,7 @@ def _ascending(entries: _Floats) -> npt.NDArray[np.int64]:
     return order
 
 
-@kernel
+@called
 def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int) -> npt.NDArray[np.bool_]:
     """Which ``count`` centroids to drop: those of least loss, but no two that stand in for each other."""
     order = _ascending(losses)

@@ -140,9 +140,7 @@ def cluster_patterns(
     if not np.isfinite(atoms).all():
         return math.inf
     for attempt in (effort, EXACT):
-        _, outside = cluster_atoms(
-            atoms.copy(), masses.copy(), centroids.size, attempt.limit, attempt.tolerance, centroids
-        )
+        _, outside = cluster_atoms(atoms, masses, centroids.size, attempt.limit, attempt.tolerance, centroids)
         of_atom = label_values(atoms, centroids)
         error = float(masses @ (atoms - centroids[of_atom]) ** 2)
         if attempt.too_coarse(np.array([error]), np.array([outside])).size == 0:
@@ -176,13 +174,18 @@ def cluster_binned(
     _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.limit, effort.tolerance, centroids)
     values = as_numpy(row)
     thresholds = _labels.thresholds_of(centroids, False).astype(np.float32)
-    first, most = _bins.first_labels(found.cells, found.table, found.n_bins, thresholds)
+    of_cell, crowd = _bins.first_labels(found.cells, _bins.WHOLE_CELLS, _bins.N_CELLS, thresholds)
+    if crowd > 1:
+        first, most = _bins.first_labels(found.cells, found.table, found.n_bins, thresholds)
 
     def label(piece: slice) -> float:
         error = 0.0
         for start in range(piece.start, piece.stop, _BLOCK):
             block = slice(start, min(start + _BLOCK, piece.stop))
-            _labels.label_by_bins(values[block], found.table, first, most, thresholds, labels[block])
+            if crowd <= 1:
+                _labels.label_by_cell(values[block], of_cell, thresholds, labels[block])
+            else:
+                _labels.label_by_bins(values[block], found.table, first, most, thresholds, labels[block])
             error += _labels.error_of(values[block], weights[block], labels[block], centroids)
         return error
 

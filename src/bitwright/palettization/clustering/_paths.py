@@ -9,8 +9,9 @@ each price also proves a lower bound on the error, and where the count jumps ove
 are spliced into one with exactly k clusters. The time hardly depends on k.
 
 Arrays: ``moments`` is (n + 1, 4): prefix sums of weight, weight·x, weight·x², and a column for the path lengths.
-``residue`` is (n + 1, 3), the low halves of the same sums in double-double arithmetic, or has one row when they
-are not wanted. Sums start at the middle atom and run outwards, so that outliers do not blur the bulk.
+``residue`` is (n + 1, 3), the low halves of the same sums in double-double arithmetic, or None: then the careful
+arithmetic, which few weights need, is not even compiled. Sums start at the middle atom and run outwards, so that
+outliers do not blur the bulk.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import inlined, kernel
+from bitwright.palettization.clustering._jit import called, inlined
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int32]
+_Residue = _Floats | None
 
 _MAX_PRICES = 100
 _LEAST = 1e-300  # for runs whose weights vanish in the sums
@@ -59,7 +61,7 @@ def _difference(moments: _Floats, residue: _Floats, start: int, stop: int, colum
     return total, low - (total - high)
 
 
-@kernel
+@called
 def _careful_error(moments: _Floats, residue: _Floats, start: int, stop: int) -> float:
     """Squared error of the run in double-double: Σwx² - rΣwx - r(Σwx - rΣw), less what centring at r left."""
     weight, weight_low = _difference(moments, residue, start, stop, 0)
@@ -77,9 +79,9 @@ def _careful_error(moments: _Floats, residue: _Floats, start: int, stop: int) ->
 
 
 @inlined
-def _run_error(moments: _Floats, residue: _Floats, start: int, stop: int) -> float:
+def _run_error(moments: _Floats, residue: _Residue, start: int, stop: int) -> float:
     """Squared error of atoms ``start`` to ``stop - 1`` around their mean."""
-    if residue.shape[0] > 1:
+    if residue is not None:
         return _careful_error(moments, residue, start, stop)
     first = moments[stop, 1] - moments[start, 1]
     weight = max(moments[stop, 0] - moments[start, 0], _LEAST)
@@ -88,13 +90,13 @@ def _run_error(moments: _Floats, residue: _Floats, start: int, stop: int) -> flo
 
 
 @inlined
-def _length_via(moments: _Floats, residue: _Floats, start: int, stop: int) -> float:
+def _length_via(moments: _Floats, residue: _Residue, start: int, stop: int) -> float:
     length: float = moments[start, 3] + _run_error(moments, residue, start, stop)
     return length
 
 
-@kernel
-def _first_win(moments: _Floats, residue: _Floats, new: int, old: int, lost: int) -> int:
+@called
+def _first_win(moments: _Floats, residue: _Residue, new: int, old: int, lost: int) -> int:
     """First stop after ``lost`` at which a last run from ``new`` beats one from ``old``; n + 1 if none does.
 
     Once it wins it wins for good (quadrangle inequality). Steps double from ``lost``, since wins mostly follow
@@ -119,8 +121,8 @@ def _first_win(moments: _Floats, residue: _Floats, new: int, old: int, lost: int
     return won
 
 
-@kernel
-def _trace(moments: _Floats, residue: _Floats, price: float, before: _Ints, queue: _Ints, starts: _Ints) -> int:
+@called
+def _trace(moments: _Floats, residue: _Residue, price: float, before: _Ints, queue: _Ints, starts: _Ints) -> int:
     """Least-weight path from 0 to n at ``price`` per run: fills column 3 and ``before``; returns the runs.
 
     ``queue[head : tail + 1]`` holds the starts of last runs that win somewhere ahead, each from ``starts`` on.
@@ -159,7 +161,7 @@ def _trace(moments: _Floats, residue: _Floats, price: float, before: _Ints, queu
     return runs
 
 
-@kernel
+@called
 def _bounds_of(before: _Ints, runs: int) -> _Ints:
     bounds = np.empty(runs + 1, np.int32)
     stop = before.size - 1
@@ -170,7 +172,7 @@ def _bounds_of(before: _Ints, runs: int) -> _Ints:
     return bounds
 
 
-@kernel
+@called
 def _splice(few: _Ints, many: _Ints, n_clusters: int) -> _Ints:
     """A partition into ``n_clusters`` runs made of the head of ``few`` and the tail of ``many``.
 
@@ -187,8 +189,8 @@ def _splice(few: _Ints, many: _Ints, n_clusters: int) -> _Ints:
     return bounds
 
 
-@kernel
-def _total_error(moments: _Floats, residue: _Floats, bounds: _Ints) -> float:
+@called
+def _total_error(moments: _Floats, residue: _Residue, bounds: _Ints) -> float:
     total = 0.0
     for run in range(bounds.size - 1):
         total += _run_error(moments, residue, bounds[run], bounds[run + 1])
@@ -217,29 +219,32 @@ def _next_price(
     return following
 
 
-@kernel
+@called
 def _fill_up(bounds: _Ints, n_clusters: int, n: int) -> _Ints:
     """Any partition into ``n_clusters`` runs that refines ``bounds``."""
-    used = np.zeros(n + 1, np.bool_)
-    for bound in bounds:
-        used[bound] = True
+    filled = np.empty(n_clusters + 1, np.int32)
     missing = n_clusters + 1 - bounds.size
+    at = 0
+    place = 0
     for bound in range(n + 1):
-        if missing > 0 and not used[bound]:
-            used[bound] = True
-            missing -= 1
-    return np.nonzero(used)[0].astype(np.int32)
+        given = at < bounds.size and bounds[at] == bound
+        if given or missing > 0:
+            filled[place] = bound
+            place += 1
+            at += given
+            missing -= not given
+    return filled
 
 
-@kernel
+@called
 def cheapest_partition(
-    moments: _Floats, residue: _Floats, n_clusters: int, price: float, tolerance: float
+    moments: _Floats, residue: _Residue, n_clusters: int, price: float, tolerance: float
 ) -> tuple[_Ints, float, float]:
     """Best partition of n atoms into ``n_clusters`` runs, 2 <= n_clusters < n, to within ``tolerance``.
 
     Args:
         moments: prefix sums, see the module; column 3 is overwritten.
-        residue: their low halves, or one row.
+        residue: their low halves, or None.
         n_clusters: number of runs.
         price: a first guess of the price, positive.
         tolerance: stop when the error is proved to be within this fraction of the optimum.
@@ -251,7 +256,9 @@ def cheapest_partition(
     before = np.empty(n + 1, np.int32)
     queue = np.empty(n + 1, np.int32)
     starts = np.empty(n + 1, np.int32)
-    few = np.array([0, n], dtype=np.int32)
+    few = np.empty(2, np.int32)
+    few[0] = 0
+    few[1] = n
     many = few
     best = few
     error = math.inf

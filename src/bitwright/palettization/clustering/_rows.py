@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._atoms import cluster_atoms
+from bitwright.palettization.clustering._atoms import fill_centroids
 from bitwright.palettization.clustering._jit import kernel
 
 _Floats = npt.NDArray[np.float64]
@@ -41,8 +41,9 @@ def cluster_sorted_rows(
     tolerance: float,
     centroids: _Floats,
     errors: _Floats,
+    careful: bool | None,
 ) -> None:
-    """Cluster ascending rows ``[R, N]``; see :func:`~._atoms.cluster_atoms` for the limits.
+    """Cluster ascending rows ``[R, N]``; see :func:`~._atoms.fill_centroids` for the limits and ``careful``.
 
     ``weights`` is ``[R, N]`` in the same order with a positive sum in each row, or has no rows. Writes
     ``centroids [R, n_clusters]`` and the errors of the merged rows, ``errors [R]``.
@@ -50,4 +51,4 @@ def cluster_sorted_rows(
     for i in range(rows.shape[0]):
         some = weights[i] if weights.shape[0] > 0 else weights.reshape(-1)
         values, masses = atoms_of_sorted(rows[i], some)
-        _, errors[i] = cluster_atoms(values, masses, n_clusters, limit, tolerance, centroids[i])
+        _, errors[i] = fill_centroids(values, masses, n_clusters, limit, tolerance, centroids[i], careful)

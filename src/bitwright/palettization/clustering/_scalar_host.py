@@ -37,8 +37,16 @@ def solve_rows(values: Tensor, weights: Tensor | None, n_clusters: int, effort: 
             block = np.take_along_axis(block, order, 1)
             some = np.take_along_axis(weights[piece].numpy(), order, 1)
         _rows.cluster_sorted_rows(
-            block, some, n_clusters, effort.limit, effort.tolerance, centroids[piece], errors[piece]
+            block, some, n_clusters, effort.limit, effort.tolerance, centroids[piece], errors[piece], None
         )
+        unsure = np.flatnonzero(np.isnan(errors[piece]))
+        if unsure.size > 0:
+            few, better = np.empty((unsure.size, n_clusters)), np.empty(unsure.size)
+            chosen = some[unsure] if some.shape[0] > 0 else some
+            _rows.cluster_sorted_rows(
+                block[unsure], chosen, n_clusters, effort.limit, effort.tolerance, few, better, True
+            )
+            centroids[piece][unsure], errors[piece][unsure] = few, better
 
     run_all(solve, row_slices(rows, length))
     return centroids, errors

@@ -12,6 +12,7 @@ from .training_strategy import TrainingStrategy, TrainingStrategySpec
 __all__ = ["DKMTrainingSpec"]
 
 _SMALLEST_MASS = 1e-12
+_LEAST_CLOSENESS = -30.0
 
 
 class _SoftAssignmentStrategy(TrainingStrategy):
@@ -42,10 +43,13 @@ class _SoftAssignmentStrategy(TrainingStrategy):
 def _attention(vectors: torch.Tensor, palette: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
     """Return how much each of ``[P, N, D]`` vectors belongs to each of ``[P, K, D]`` entries: ``[P, N, K]``.
 
-    Softmax of -‖w - c‖² / τ (equation 1 of the paper); the square of w, common to all entries, drops out.
+    Softmax of -‖w - c‖² / τ (equation 1 of the paper); the square of w, common to all entries, drops out. What would
+    be below 1e-13 of the largest is zero: smaller numbers soon leave the normal range of float32, where processors
+    are slow.
     """
-    closeness = 2 * (vectors @ palette.transpose(1, 2)) - palette.square().sum(-1).unsqueeze(1)
-    return torch.softmax(closeness / unit, dim=-1)
+    closeness = (2 * (vectors @ palette.transpose(1, 2)) - palette.square().sum(-1).unsqueeze(1)) / unit
+    closeness = closeness - closeness.detach().amax(-1, keepdim=True)
+    return torch.softmax(closeness.masked_fill(closeness < _LEAST_CLOSENESS, -torch.inf), dim=-1)
 
 
 def _mean_of_members(vectors: torch.Tensor, attention: torch.Tensor, palette: torch.Tensor) -> torch.Tensor:
