@@ -80,13 +80,8 @@ def transformer() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def layers_only(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
     """The model with int8 weights, and uint8 at the inputs of its linear layers only."""
-    from bitwright.quantization import (
-        ModuleQuantizerConfig,
-        OpQuantizerConfig,
-        QuantizationSpec,
-        Quantizer,
-        QuantizerConfig,
-    )
+    from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+    from bitwright.quantization.config import OpQuantizerConfig
     from bitwright.quantization.spec import PerChannelGranularity
 
     activation = QuantizationSpec(dtype="uint8", qscheme="asymmetric")

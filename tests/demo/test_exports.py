@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.demo import EXPORT_RECIPES, run_exports
-from bitwright.demo.exports import ExportRow
+from bitwright.demo.exports import ExportRow, _codes_note
 from bitwright.export.targets import TARGETS
 
 pytest.importorskip("sklearn")
@@ -66,6 +66,17 @@ def test_a_target_that_fails_is_a_row_and_an_exit_code(tmp_path, monkeypatch):
     rows = [ExportRow(**row) for row in json.loads((tmp_path / "exports.json").read_text())["rows"]]
     assert {row.status for row in rows} == {"failed", "missing", "read"}
     assert {row.note for row in rows if row.status == "failed"} == {"RuntimeError: out of paper"}
+
+
+def test_differences_of_quantized_outputs_are_counted_in_codes():
+    """Half a percent of codes that are off by one step, and nothing to say of outputs that are not quantized."""
+    codes = torch.arange(200.0).repeat(5)
+    found = codes.clone()
+    found[7] += 1
+    found[11] -= 2
+    assert _codes_note(codes * 0.1, found * 0.1) == "99.8% of the output's codes equal, others off by 2 at most"
+    assert _codes_note(codes, codes) == ""
+    assert _codes_note(torch.randn(1000), torch.randn(1000)) == ""
 
 
 @pytest.mark.slow

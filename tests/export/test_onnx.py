@@ -144,6 +144,24 @@ def test_activations_that_become_arithmetic(name, tmp_path):
         assert sqnr(ready(x), run_onnx(path, (x,), optimize=optimize)[0]) > ENOUGH_DB
 
 
+class Sum(nn.Module):
+    """An addition of two layers, for which ONNX Runtime has an integer operator with one scale for each operand."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.add(self.one(x), self.two(x))
+
+
+def test_activations_per_channel_load_in_a_default_session(tmp_path):
+    torch.manual_seed(0)
+    model, x = Sum().eval(), torch.randn(3, 16)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", granularity=PerChannelGranularity(axis=-1)))
+    assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,))[0]) > 35
+
+
 def test_power_of_two_scales_at_run_time_are_refused_by_name(tmp_path):
     model, x = built(Mlp)
     spec = QuantizationSpec(

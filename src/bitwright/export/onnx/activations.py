@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bitwright.export.coreai_activations import ActivationOperands, activation_operands, along
-from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
+from bitwright.quantization.spec import PerTensorGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .builder import NodeBuilder, onnx_type
@@ -25,9 +25,10 @@ _TRANSPARENT = {
 def has_nodes(simulator: FakeQuantizeImplBase) -> bool:
     """Whether an activation becomes quantize and dequantize nodes.
 
-    Others (dynamic, per block, per token, FP4) are exported as the arithmetic of their simulation.
+    Others (dynamic, per channel, per block, per token, FP4) are exported as the arithmetic of their simulation. ONNX
+    has nodes for scales per channel, but ONNX Runtime fuses them into operators that take one scale only.
     """
-    plain = isinstance(simulator.granularity, PerTensorGranularity | PerChannelGranularity)
+    plain = isinstance(simulator.granularity, PerTensorGranularity)
     return plain and not simulator.is_stateless and simulator.dtype != torch.float4_e2m1fn_x2
 
 

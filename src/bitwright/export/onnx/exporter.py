@@ -46,8 +46,8 @@ def export_onnx(
     """Write a prepared model as an ONNX file that computes what the model computes.
 
     Quantized weights become ``DequantizeLinear`` on packed initializers, activations ``QuantizeLinear`` and
-    ``DequantizeLinear``, palettes ``Gather``. Activations that these cannot hold (dynamic, per block, per token, FP4)
-    are written as the arithmetic of their simulation.
+    ``DequantizeLinear``, palettes ``Gather``. Activations that these cannot hold (dynamic, per channel, per block, per
+    token, FP4) are written as the arithmetic of their simulation.
 
     Args:
         model: prepared in eager or graph mode; not changed.
