@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .call_frames import thread_frames
+from .call_frames import shielded, thread_frames
 
 __all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
 
@@ -80,18 +80,15 @@ def _quicken(module: nn.Module, name: str) -> None:
 
     def read(self: nn.Module) -> torch.Tensor:
         chain: Any = self._modules["parametrizations"]._modules[name]  # type: ignore[union-attr]
-        simulators = chain._modules
-        plain = len(simulators) == 1 and not (chain._forward_hooks or chain._forward_pre_hooks)
-        stack = thread_frames.stack
-        if stack:  # what a simulator calls is no call of the module that reads its weight
-            stack.append(None)
-        try:
-            use_generic = not plain or parametrize._cache_enabled
-            tensor: torch.Tensor = generic_read(self) if use_generic else simulators["0"](chain.original)
-            return tensor
-        finally:
-            if stack:
-                stack.pop()
+        simulators, original = chain._modules, chain._parameters.get("original")
+        plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
+        if not plain or chain._forward_hooks or chain._forward_pre_hooks:
+            run, arguments = generic_read, (self,)
+        else:
+            run, arguments = simulators["0"], (original,)
+        # What a simulator calls is no call of the module that reads its weight.
+        tensor: torch.Tensor = shielded(run, *arguments) if thread_frames.stack else run(*arguments)
+        return tensor
 
     setattr(cls, name, property(read, generic.fset, generic.fdel))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
+from .layout import SMALL
 from .saved import mark, marking
 
 __all__ = [
@@ -25,10 +28,14 @@ __all__ = [
     "fake_quantize",
     "form_of",
     "min_max",
+    "note_codes",
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",
     "quantize",
+    "ready_call",
+    "same_elements",
     "set_form",
+    "undisturbed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -95,15 +102,67 @@ def form_of(x: torch.Tensor) -> Any:
         or x.layout is not torch.strided
         or x.numel() == 0
         or x.is_neg()
-        or _reference_only
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        or not undisturbed()
     ):
         return reference
     if x.is_cpu:
         return _cpu_form()
     return _cuda_form() if x.is_cuda else reference
+
+
+def undisturbed() -> bool:
+    """Return whether a plain tensor may go straight to a fused kernel here; ``form_of`` asks this and more."""
+    return not (
+        _reference_only
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def ready_call(
+    x: torch.Tensor,
+    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    **options: Any,
+) -> Any:
+    """Prepare calls for tensors like this one, or return None where they gain nothing or cannot be prepared.
+
+    Args:
+        x: the tensor.
+        made: scale, zero point and minval as an observer keeps them.
+        **options: the further arguments of ``kernels.cpu.ready.ReadyCall``.
+    """
+    if x.numel() >= SMALL or not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
+        return None
+    from .cpu import ready
+
+    return ready.ReadyCall(x, made, **options) if ready.suits(x, made, options.get("running")) else None
+
+
+def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
+    """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
+    if marking(y):
+        mark(y, made, ready.block_size, ready.grid, _cpu_form())
+
+
+def same_elements(elements: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that says whether a tensor of integers on the CPU has the elements that it has now.
+
+    Args:
+        elements: one-dimensional view whose memory stays where it is while the function is in use.
+    """
+    kept = elements.clone()
+    if _cpu_form() is reference:
+        return lambda: torch.equal(elements, kept)
+    from .cpu.ready import compare
+
+    size = elements.element_size()
+    arguments = (elements.data_ptr(), size * elements.stride(0), kept.data_ptr(), len(kept), size)
+    return partial(_compare, compare, arguments, kept)
+
+
+def _compare(compare: Callable[..., bool], arguments: tuple[int, ...], kept: torch.Tensor) -> bool:
+    return compare(*arguments)
 
 
 def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:

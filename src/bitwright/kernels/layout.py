@@ -12,10 +12,13 @@ import torch
 
 from .grid import block_counts
 
-__all__ = ["LANES", "Layout", "dense", "layout_of"]
+__all__ = ["LANES", "SMALL", "Layout", "dense", "layout_of"]
 
 # Elements that a CPU kernel handles at a time.
 LANES = 16
+
+# Elements from which on several threads are worth their while.
+SMALL = 1 << 17
 
 _LONG_ROW = 16 * LANES
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["straight_through"]
+__all__ = ["StraightThrough", "straight_through"]
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,14 +23,21 @@ def straight_through(x: torch.Tensor, forward: Forward, mask: torch.Tensor, back
         backward: takes a gradient in the strides of the result, and the mask; returns the gradient of ``x``. It must
             not hold the tensor, which would stay in memory until the backward pass.
     """
-    y: torch.Tensor = _StraightThrough.apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = StraightThrough.apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
     return y
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
+    """The gradient of a fake quantizer."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Forward, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
-        y = forward(mask)
+        """Run ``forward``; see ``straight_through``."""
+        return StraightThrough.keep(ctx, forward(mask), mask, backward)
+
+    @staticmethod
+    def keep(ctx: Any, y: torch.Tensor, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
+        """Keep what ``backward`` needs and return the result."""
         ctx.save_for_backward(mask)
         ctx.pass_on = backward
         ctx.strides = y.stride()
@@ -38,7 +45,8 @@ class _StraightThrough(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Pass the gradient on where the mask says so."""
         if grad is None:
             return None, None, None, None
         (mask,) = ctx.saved_tensors

@@ -10,13 +10,13 @@ import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 
-__all__ = ["called", "compiled", "inlined", "unsupported_reason"]
+__all__ = ["called", "compiled", "entry", "inlined", "unsupported_reason"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +66,22 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     finally:
         numba_config.CACHE_DIR = before
     return built
+
+
+def entry(function: Callable[P, R], arguments: int) -> Callable[P, R]:
+    """Return the machine code of a compiled function of integers as a callable.
+
+    A call through Numba's dispatcher first looks at the type of each argument.
+
+    Args:
+        function: what ``compiled`` returned.
+        arguments: number of its arguments.
+    """
+    dispatcher: Any = function
+    signature = (numba.types.int64,) * arguments
+    dispatcher.compile(signature)
+    found: Callable[P, R] = dispatcher.overloads[signature].entry_point
+    return found
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def _mask_length(layout: Layout) -> int:
     return layout.numel if layout.flat or layout.length % 16 == 0 else layout.length
 
 
-def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
+def apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Multiply a gradient that lies in the mask's order of memory."""
     out = empty_like(gradient)
     arguments = (
@@ -117,7 +117,7 @@ def _apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> 
 def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor], layout: Layout) -> torch.Tensor:
     """Call ``forward`` with a mask for the gradient if one is wanted."""
     if x.requires_grad and torch.is_grad_enabled():
-        return straight_through(x, forward, _new_mask(layout), partial(_apply_mask, layout=layout))
+        return straight_through(x, forward, _new_mask(layout), partial(apply_mask, layout=layout))
     return forward(None)
 
 

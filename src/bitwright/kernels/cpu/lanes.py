@@ -45,6 +45,7 @@ __all__ = [
     "maximum",
     "minimum",
     "peek_f32",
+    "peek_f64",
     "peek_i16",
     "peek_i32",
     "peek_i64",
@@ -79,7 +80,7 @@ Emit = Callable[..., Any]
 Lanes: TypeAlias = Any
 Scalar: TypeAlias = Any
 
-_F32, _F16 = ir.FloatType(), ir.HalfType()
+_F64, _F32, _F16 = ir.DoubleType(), ir.FloatType(), ir.HalfType()
 _BIT, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
@@ -248,6 +249,7 @@ store_mask = _operation(types.void, (_ADDRESS, MASK), _store_mask)
 load_mask = _operation(MASK, (_ADDRESS,), _load_mask)
 
 peek_f32 = _operation(types.float32, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _F32)))
+peek_f64 = _operation(types.float64, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _F64)))
 peek_u8 = _operation(types.uint8, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I8)))
 peek_i16 = _operation(types.int16, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I16)))
 peek_i32 = _operation(types.int32, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _I32)))

@@ -1,24 +1,35 @@
-"""Memory for results: on Linux a large result asks for huge pages before it is first written.
+"""Memory for results: a large result takes that of an earlier one, in huge pages where the system has them.
 
-A tensor of many megabytes gets fresh memory from the system at every call, and the system fills it page by page while
-the kernel writes: for 4 KiB pages that takes longer than the kernel itself. Pages of 2 MiB are 512 times fewer.
+A tensor of many megabytes gets fresh memory from the system at every call, and the system clears it page by page while
+the kernel writes, which takes as long as the kernel itself, or longer. Memory that nobody uses any more is therefore
+kept for the next results, unless they turn out to be of other sizes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import mmap
 import os
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["LARGE", "empty_like"]
+__all__ = ["LARGE", "empty_like", "idle_bytes"]
 
 LARGE = 4 << 20
-_PAGE = 4096
+# A block that none of so many further results had the size of goes back to the system.
+_PATIENCE = 8
+_HUGE_PAGE = 2 << 20
+_MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 _MADV_HUGEPAGE = 14
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -43,14 +54,82 @@ def _advise() -> Callable[[int, int, int], int] | None:
     return advise
 
 
-def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``torch.empty_like`` for a plain CPU tensor, with the advice to use huge pages where it is large."""
-    out = torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
-    size = out.nbytes
-    if size >= LARGE:
+class _Block:
+    """Memory that starts at a huge page."""
+
+    __slots__ = ("first", "idle_since", "memory", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.idle_since = 0
+        self.memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
+        self.first = -address % _HUGE_PAGE
         advise = _advise()
         if advise is not None:
-            first = -(-out.data_ptr() // _PAGE) * _PAGE
-            # The result does not matter: without huge pages the memory is as good, only slower to fill.
-            advise(first, (out.data_ptr() + size - first) // _PAGE * _PAGE, _MADV_HUGEPAGE)
-    return out
+            advise(address + self.first, size, _MADV_HUGEPAGE)
+
+
+class _Blocks:
+    """Blocks in use and idle ones.
+
+    A block comes back when the last tensor on its memory dies, which may be on any thread and in the midst of anything
+    here; so there are no locks, and each operation on a collection is one that nothing can interrupt.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[_Block] = deque()
+        self._lent: dict[int, tuple[weakref.ref[Any], _Block]] = {}
+        self._count = itertools.count(1)
+        self._now = 0
+
+    def idle_bytes(self) -> int:
+        return sum(block.size for block in tuple(self._idle))
+
+    def lend(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory of so many bytes; it comes back when the array dies."""
+        self._now = number = next(self._count)
+        block = self._find(-(-size // _HUGE_PAGE) * _HUGE_PAGE)
+        view = np.frombuffer(block.memory, dtype=np.uint8, count=size, offset=block.first)
+        self._lent[number] = weakref.ref(view, lambda _: self._take_back(number)), block
+        return view
+
+    def _find(self, size: int) -> _Block:
+        found = None
+        for _ in range(len(self._idle)):
+            try:
+                block = self._idle.pop()
+            except IndexError:
+                break
+            if found is None and block.size == size:
+                found = block
+            elif self._now - block.idle_since <= _PATIENCE:
+                self._idle.appendleft(block)
+        return found or _Block(size)
+
+    def _take_back(self, number: int) -> None:
+        block = self._lent.pop(number)[1]
+        block.idle_since = self._now
+        while self._idle and self.idle_bytes() + block.size > _MOST_IDLE:
+            try:
+                self._idle.popleft()
+            except IndexError:
+                break
+        self._idle.append(block)
+
+
+_blocks = _Blocks()
+
+
+def idle_bytes() -> int:
+    """Number of bytes kept for later results, at most ``BITWRIGHT_IDLE_MEGABYTES`` (256) MiB."""
+    return _blocks.idle_bytes()
+
+
+def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``torch.empty_like`` for a plain CPU tensor without holes, for results that a kernel writes in full."""
+    size = x.numel() * (x.dtype if dtype is None else dtype).itemsize
+    if LARGE <= size <= _MOST_IDLE and hasattr(mmap, "MAP_ANONYMOUS"):
+        storage = torch.frombuffer(_blocks.lend(size), dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype or x.dtype).set_(storage, 0, x.shape, x.stride())
+    return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)

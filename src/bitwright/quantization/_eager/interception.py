@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bitwright._utils.call_frames import thread_frames
+from bitwright._utils.call_frames import shielded, thread_frames
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
@@ -161,24 +161,20 @@ class OpScope(ForwardScope):
         self.outputs: list[tuple[int, str]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack = thread_frames.stack
-        if not stack:
-            return self._simulate(args, kwargs)
-        stack.append(None)
-        try:
-            return self._simulate(args, kwargs)
-        finally:
-            stack.pop()
+        if thread_frames.stack:
+            return shielded(self._simulate, args, kwargs)
+        return self._simulate(args, kwargs)
 
     def _simulate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        children = self.module._modules
+        module = self.module
+        children: Any = module._modules
         for index, name, child in self.inputs:
-            simulate: Any = children[child]
             if index < len(args):
-                args = (*args[:index], simulate(args[index]), *args[index + 1 :])
+                args = (*args[:index], children[child](args[index]), *args[index + 1 :])
             elif name in kwargs:
-                kwargs[name] = simulate(kwargs[name])
-        result = self.run(*args, **kwargs)
+                kwargs[name] = children[child](kwargs[name])
+        inner = self.inner
+        result = type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
         for index, child in self.outputs:
             result = _replace_output(result, index, children[child])
         return result
@@ -192,24 +188,23 @@ class FrameScope(ForwardScope):
         self.table = table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack = thread_frames.stack
-        stack.append(_Frame(self.table, self.module))
+        frames = thread_frames
+        frames.stack.append(_Frame(self.table, self.module))
         try:
-            if len(stack) > 1:  # the mode is active already
+            if frames.mode is not None:
                 return self.run(*args, **kwargs)
-            with _InterceptMode():
-                return self.run(*args, **kwargs)
+            with _InterceptMode() as mode:
+                frames.mode = mode
+                try:
+                    return self.run(*args, **kwargs)
+                finally:
+                    frames.mode = None
         finally:
-            stack.pop()
+            frames.stack.pop()
 
 
 class ShieldScope(ForwardScope):
     """Keeps the calls made inside a module from being taken for calls of the frame around it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack = thread_frames.stack
-        stack.append(None)
-        try:
-            return self.run(*args, **kwargs)
-        finally:
-            stack.pop()
+        return shielded(self.run, *args, **kwargs)

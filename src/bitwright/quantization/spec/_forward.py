@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ._one_pass import (
     tracks_in_place,
 )
 from ._sharded import is_sharded, on_whole
+from ._shortcut import Call, Shortcut, observing, quantizing, remembering
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
 from .errors import _BlockSizeMismatchError
@@ -58,6 +60,7 @@ class FakeQuantizeForward(SwitchedModule):
         self._layout = BlockLayout()
         self._grid: Grid | None = None
         self._memory = WeightMemory()
+        self._shortcut = Shortcut()
 
     @property
     @abstractmethod
@@ -95,6 +98,11 @@ class FakeQuantizeForward(SwitchedModule):
         """
         tracing = torch.compiler.is_compiling()
         if not tracing:
+            shortcut = self._shortcut.call
+            if shortcut is not None:
+                y = shortcut(self, tensor)
+                if y is not None:
+                    return y
             self._sync_switches()
         if self._is_off:
             return tensor
@@ -108,6 +116,7 @@ class FakeQuantizeForward(SwitchedModule):
         if not stateful or (self._observer_on and not calculator.is_frozen):
             y = None if tracing else self._at_once(tensor, calculator)
             if y is not None:
+                self._shorten(observing, tensor, calculator)
                 return y
             if tracing or tensor.numel():
                 qparams = self._observe(tensor, calculator)
@@ -115,7 +124,20 @@ class FakeQuantizeForward(SwitchedModule):
             qparams = self._stored(calculator)
         if qparams is None or not self._fake_quant_on:
             return tensor
-        return self._fake_quantize(tensor, *qparams)
+        quantized = self._fake_quantize(tensor, *qparams)
+        if stateful and not tracing and not self._observer_on:
+            self._shorten(quantizing, tensor, calculator)
+        return quantized
+
+    def _shorten(
+        self, make: Callable[[Any, Any, torch.Tensor], Call | None], tensor: torch.Tensor, calculator: Any
+    ) -> None:
+        """Have the next tensor like this one take the short way, where there is one."""
+        stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
+        plain = stateful and type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams
+        call = make(self, calculator, tensor) if plain and self._is_fused() else None
+        if call is not None:
+            self._shortcut.call = call
 
     def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
         """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""
@@ -215,6 +237,7 @@ class FakeQuantizeForward(SwitchedModule):
         """Return the quantized weight from memory, or quantize it (unless ``y`` is it) and keep it."""
         kept = self._memory.output if known else None
         if kept is not None:
+            self._shorten(remembering, weight, calculator)
             return kept
         qparams = self._stored(calculator)
         if not known and y is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from bitwright.kernels import Grid
+from bitwright.kernels.dispatch import same_elements
 
 __all__ = ["WeightMemory"]
 
@@ -67,6 +69,11 @@ class WeightMemory:
             self._output_version = 0 if output.is_inference() else output._version
 
     @property
+    def kept_state(self) -> _State | None:
+        """The remembered state."""
+        return self._state
+
+    @property
     def output(self) -> torch.Tensor | None:
         """The quantized weight of the remembered state, if it is kept and nobody has written to it."""
         output = self._output
@@ -80,7 +87,7 @@ class WeightMemory:
 class _State:
     """A weight and its parameters at one moment."""
 
-    __slots__ = ("address", "bits", "grid", "qparams", "qparams_version", "sample", "version", "weight")
+    __slots__ = ("_same", "address", "grid", "qparams", "qparams_version", "version", "weight")
 
     def __init__(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> None:
         self.weight = weakref.ref(weight)
@@ -89,8 +96,7 @@ class _State:
         self.qparams = qparams
         self.qparams_version = _total_version(qparams)
         self.grid = grid
-        self.sample = _sample(weight)
-        self.bits = b"" if self.sample is None else _bits(self.sample)
+        self._same = _comparison(weight)
 
     @classmethod
     def of(cls, weight: torch.Tensor, qparams: QParams, grid: Grid) -> _State | None:
@@ -114,7 +120,7 @@ class _State:
             and qparams[1] is zero_point
             and qparams[2] is minval
             and _total_version(qparams) == self.qparams_version
-            and (self.sample is None or _bits(self.sample) == self.bits)
+            and self._same()
         )
 
 
@@ -126,16 +132,14 @@ def _total_version(tensors: QParams) -> int:
     return total
 
 
-def _sample(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of elements spread over a contiguous tensor in main memory; None for any other."""
+def _comparison(weight: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that compares some elements, spread over a contiguous tensor in main memory, with now.
+
+    It must not be called when the tensor's memory has moved. For any other tensor it returns True.
+    """
     integers = _BITS_AS.get(weight.element_size())
     if integers is None or not weight.is_cpu or not weight.is_contiguous():
-        return None
+        return lambda: True
     elements = weight.detach().view(-1).view(integers)
-    return elements[:: max(1, elements.numel() // _SAMPLES)]
-
-
-def _bits(sample: torch.Tensor) -> bytes:
-    """Return the bytes of a copy: a NumPy view would keep FSDP from freeing the weight's memory."""
-    data: bytes = sample.clone().numpy().tobytes()
-    return data
+    step = max(1, elements.numel() // _SAMPLES)
+    return same_elements(elements[::step])

@@ -1,0 +1,321 @@
+"""Quantization-aware training beside float training: time of a step, peak memory, and evaluation of frozen weights.
+
+Usage: python benchmarks/training.py [--threads 2] [--repeats 15] [--models resnet gpt] [--no-memory] [--output FILE]
+
+The environment variable BITWRIGHT_PEER_PYTHON names an interpreter with coreai-opt 0.3; without it the peer is left
+out. Float, Bitwright and peer take turns, step by step, each on the same model and batch. Memory is measured in
+processes of their own: the growth of the resident set from before the first step to its peak during further ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import Side, Worker, alternate, ratio, write_json
+from torch import nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+MODES = ("eager", "graph")
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm around which the input is carried."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet(nn.Module):
+    """Residual blocks at three resolutions."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        for stage in range(3):
+            here = width << stage
+            layers += [Residual(here), Residual(here)]
+            if stage < 2:
+                layers += [nn.Conv2d(here, 2 * here, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * here), nn.ReLU()]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(4 * width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron, normalised before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (p.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for p in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A small language model."""
+
+    def __init__(self, vocabulary: int = 512, width: int = 256, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def problem(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a model, a batch and its targets; the same in every process."""
+    torch.manual_seed(0)
+    if name == "resnet":
+        return ResNet(), torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
+    tokens = torch.randint(0, 512, (8, 129))
+    return GPT(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def build(package: str, name: str, mode: str, saved: bool = False) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return a training step and an evaluation.
+
+    Args:
+        package: ``float``, ``bitwright`` or ``coreai_opt``.
+        name: ``resnet`` or ``gpt``.
+        mode: ``eager`` or ``graph``.
+        saved: keep what is saved for the backward pass as codes (Bitwright).
+    """
+    model, x, y = problem(name)
+    scope: Callable[[], Any] = contextlib.nullcontext
+    if package != "float":
+        quantization = importlib.import_module(f"{package}.quantization")
+        quantizer = quantization.Quantizer(model, quantization.QuantizerConfig(execution_mode=mode))
+        model = quantizer.prepare((x,))
+        with quantizer.calibration_mode(), torch.no_grad():
+            model(x)
+        quantizer.training_mode().__enter__()
+    if saved:
+        scope = importlib.import_module("bitwright.kernels").saved_as_codes
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with scope():
+            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        optimizer.step()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return step, evaluate
+
+
+def frozen(package: str, name: str) -> Callable[[], None]:
+    """Return the evaluation of a model whose weights are int4 and which is not trained any more."""
+    model, x, _ = problem(name)
+    if package != "float":
+        quantization = importlib.import_module(f"{package}.quantization")
+        quantizer = quantization.Quantizer(model, quantization.QuantizerConfig.presets.w4(execution_mode="eager"))
+        model = quantizer.prepare((x,))
+    model.eval()
+    return torch.no_grad()(lambda: model(x))
+
+
+def seconds(run: Callable[[], object]) -> Side:
+    """Time one call."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return once
+
+
+def resident() -> int:
+    """Bytes of this process that lie in main memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_growth(run: Callable[[], object], before: int) -> int:
+    """Largest growth of the resident set during three calls, looked at every millisecond."""
+    peak, done = resident(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, resident())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(3):
+        run()
+    done.set()
+    watcher.join()
+    return peak - before
+
+
+def saved_bytes(run: Callable[[], object]) -> int:
+    """Bytes that one step keeps for its backward pass, each piece of memory counted once."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(found.values())
+
+
+def memory_of(package: str, name: str, mode: str, saved: bool) -> dict[str, int]:
+    """Measure in this process; the model, its gradients and one warm step lie before the measurement."""
+    before = resident()
+    step, _ = build(package, name, mode, saved)
+    step()
+    return {"peak": peak_growth(step, before), "saved": 0 if saved else saved_bytes(step)}
+
+
+def ask_memory(interpreter: str, *arguments: str) -> dict[str, int]:
+    """``memory_of`` in another process."""
+    command = [interpreter, str(HERE / "training.py"), "--memory-of", *arguments]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, int] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def measure_steps(name: str, mode: str, repeats: int, threads: int, peer: Worker | None) -> dict[str, Any]:
+    """Time training steps; ratios of medians."""
+    sides = {
+        "float": seconds(build("float", name, mode)[0]),
+        "bitwright": seconds(build("bitwright", name, mode)[0]),
+        "bitwright, saved as codes": seconds(build("bitwright", name, mode, saved=True)[0]),
+    }
+    if peer is not None:
+        sides["peer"] = lambda: peer.ask(what="step", name=name, mode=mode, threads=threads)
+    times = alternate(sides, repeats, pause=0.01)
+    over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
+    return {"what": "step", "model": name, "mode": mode, "threads": threads, "over_float": over,
+            "over_float_allowed": 1.2, "seconds": times}  # fmt: skip
+
+
+def measure_frozen(name: str, repeats: int, threads: int, peer: Worker | None) -> dict[str, Any]:
+    """Time the evaluation of frozen int4 weights; ratios of medians."""
+    sides = {"float": seconds(frozen("float", name)), "bitwright": seconds(frozen("bitwright", name))}
+    if peer is not None:
+        sides["peer"] = lambda: peer.ask(what="frozen", name=name, mode="eager", threads=threads)
+    times = alternate(sides, 2 * repeats, pause=0.01)
+    over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
+    return {"what": "frozen evaluation", "model": name, "mode": "eager", "threads": threads, "over_float": over,
+            "over_float_allowed": 1.05, "seconds": times}  # fmt: skip
+
+
+def measure_memory(name: str, mode: str, interpreter: str | None) -> dict[str, Any]:
+    """Peak memory of a step, as multiples of the float step's."""
+    found = {
+        "float": ask_memory(sys.executable, "float", name, mode, ""),
+        "bitwright": ask_memory(sys.executable, "bitwright", name, mode, ""),
+        "bitwright, saved as codes": ask_memory(sys.executable, "bitwright", name, mode, "saved"),
+    }
+    if interpreter:
+        found["peer"] = ask_memory(interpreter, "coreai_opt", name, mode, "")
+    over = {side: found[side]["peak"] / found["float"]["peak"] for side in found if side != "float"}
+    return {"what": "peak memory", "model": name, "mode": mode, "over_float": over, "over_float_allowed": 1.25,
+            "bytes": found}  # fmt: skip
+
+
+def serve(package: str) -> None:
+    """Answer requests in the peer's process with seconds."""
+    built: dict[tuple[str, str, str], Side] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        torch.set_num_threads(request["threads"])
+        key = request["what"], request["name"], request["mode"]
+        try:
+            if key not in built:
+                built.clear()
+                run = frozen(package, key[1]) if key[0] == "frozen" else build(package, key[1], key[2])[0]
+                built[key] = seconds(run)
+            answer = {"result": built[key]()}
+        except Exception as error:  # told to the process that asked
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def report(row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row; an exclamation mark stands at a ratio that is missed."""
+    text = ", ".join(
+        f"{side} {over:.2f}{'!' if side != 'peer' and over > row['over_float_allowed'] else ''}"
+        for side, over in row["over_float"].items()
+    )
+    print(f"{row['what']:18} {row['model']:7} {row['mode']:6} x float (<= {row['over_float_allowed']:g}): {text}")
+    sys.stdout.flush()
+    return row
+
+
+def main() -> None:
+    """Print the table and keep it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--models", nargs="+", default=["resnet", "gpt"], choices=["resnet", "gpt"])
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "training.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    if options.worker:
+        serve(options.worker)
+        return
+    if options.memory_of:
+        package, name, mode, saved = options.memory_of
+        print(json.dumps(memory_of(package, name, mode, bool(saved))))
+        return
+    interpreter = os.environ.get("BITWRIGHT_PEER_PYTHON")
+    peer = Worker(interpreter, HERE / "training.py", "--worker", "coreai_opt") if interpreter else None
+    rows = []
+    for name in options.models:
+        rows.append(report(measure_frozen(name, options.repeats, options.threads, peer)))
+        for mode in MODES:
+            rows.append(report(measure_steps(name, mode, options.repeats, options.threads, peer)))
+            if not options.no_memory:
+                rows.append(report(measure_memory(name, mode, interpreter)))
+    if peer is not None:
+        peer.close()
+    write_json(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

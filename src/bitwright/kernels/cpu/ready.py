@@ -1,0 +1,212 @@
+"""Kernel calls prepared once for tensors that look alike: what stays the same lies in a table in memory.
+
+A call through ``fused`` looks up the layout, checks the parameters and hands over a dozen numbers, which on a small
+tensor takes far longer than the arithmetic. Here all that happens when the call is made ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwright.kernels.grid import Grid
+from bitwright.kernels.layout import SMALL, layout_of
+from bitwright.kernels.reference import check_fit
+from bitwright.kernels.straight_through import StraightThrough
+
+from .choosing import FEW, choose_block, track
+from .compiling import compiled, entry
+from .fused import apply_mask
+from .lanes import peek_f32, peek_f64, peek_i32, peek_i64, peek_u8, stack_room
+from .mapping import FAKE, map_flat, map_rows
+from .native import DTYPES, native_grid, scheme_code
+from .ranges import join_parts, keys_of
+from .walking import vector_room
+
+__all__ = ["ReadyCall", "compare", "suits"]
+
+ready_keys = stack_room(2 * 4 * FEW)
+
+
+@compiled
+def map_ready(x: int, y: int, mask: int, job: int) -> None:
+    """Fake-quantize a tensor on this thread.
+
+    Args:
+        x: address of the input.
+        y: address of the output.
+        mask: address of the mask of one bit per element, or 0.
+        job: address of the table that ``ready_call`` makes.
+    """
+    dtype, words, table, grid = peek_i64(job), peek_i64(job + 8), peek_i64(job + 16), peek_i64(job + 24)
+    scales, points, origins = peek_i64(job + 32), peek_i64(job + 40), peek_i64(job + 48)
+    room = vector_room()
+    if peek_i64(table + 24) != 0:
+        map_flat(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, 0, words, room)
+    else:
+        map_rows(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, 0, words, room)
+
+
+@compiled
+def observe_ready(x: int, mode: int, job: int) -> None:
+    """Widen a running range by a tensor of at most ``FEW`` blocks and choose the parameters.
+
+    Args:
+        x: address of the tensor.
+        mode: see ``choosing.blend``.
+        job: as in ``map_ready``.
+    """
+    dtype, table, grid = peek_i64(job), peek_i64(job + 16), peek_i64(job + 24)
+    scales, points, origins = peek_i64(job + 56), peek_i64(job + 64), peek_i64(job + 72)
+    blocks, scheme, constant = peek_i64(job + 96), peek_i64(job + 104), peek_f64(job + 112)
+    lows = ready_keys()
+    highs = lows + 4 * FEW
+    keys_of(x, dtype, table, lows, highs, blocks)
+    join_parts(lows, highs, 1, blocks)
+    track(lows, highs, blocks, dtype, mode, constant, peek_i64(job + 80), peek_i64(job + 88))
+    for block in range(blocks):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+
+
+@compiled
+def same_elements(tensor: int, stride: int, kept: int, count: int, size: int) -> bool:
+    """Return whether elements of a tensor have the bits of a copy.
+
+    Args:
+        tensor: address of the first element.
+        stride: bytes from one element to the next.
+        kept: address of the copy, without gaps.
+        count: number of elements.
+        size: bytes of an element.
+    """
+    different = np.int32(0)
+    if size == 4:
+        for place in range(count):
+            different |= peek_i32(tensor + place * stride) ^ peek_i32(kept + 4 * place)
+    else:
+        for place in range(count * size):
+            element = place // size
+            inside = place - element * size
+            different |= np.int32(peek_u8(tensor + element * stride + inside) ^ peek_u8(kept + place))
+    return bool(different == 0)
+
+
+_map_ready = entry(map_ready, 4)
+_observe_ready = entry(observe_ready, 3)
+compare = entry(same_elements, 5)
+
+
+def suits(
+    x: torch.Tensor,
+    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    running: tuple[torch.Tensor, torch.Tensor] | None,
+) -> bool:
+    """Return whether ``ReadyCall`` takes a contiguous tensor and these parameters."""
+    wanted = (torch.float32, torch.int32, torch.float32, x.dtype, x.dtype)
+    blocks = made[0].numel()
+    return (
+        0 < x.numel() < SMALL
+        and (running is None or blocks <= FEW)
+        and all(
+            t is None or (t.dtype == dtype and t.numel() == blocks and t.is_cpu and t.is_contiguous())
+            for t, dtype in zip((*made, *(running or (None, None))), wanted, strict=True)
+        )
+    )
+
+
+class ReadyCall:
+    """Fake quantization of small contiguous tensors of one shape and dtype, with parameters at fixed addresses.
+
+    The caller sees to it that tensors are plain, contiguous, on the CPU and of that shape and dtype, that the
+    parameters still lie at the addresses they had, and that no mode or transform of torch is in force.
+
+    Args:
+        x: a tensor of that kind, of fewer than ``SMALL`` elements.
+        made: scale, zero point and minval as an observer keeps them: contiguous, float32, int32, float32.
+        block_size: shape of one block.
+        grid: the codes.
+        running: smallest and largest element of each block so far, to observe too; at most ``FEW`` blocks.
+        scheme: see ``reference.choose_qparams``; for ``observe``.
+        scale_dtype: likewise.
+        averaging_constant: see ``reference.observe_running_and_fake_quantize``.
+
+    Raises:
+        ValueError: the parameters do not fit.
+    """
+
+    __slots__ = ("_address", "_average", "_job", "_layout", "block_size", "grid", "mask_bytes")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        block_size: tuple[int, ...],
+        grid: Grid,
+        running: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scheme: str = "symmetric",
+        scale_dtype: torch.dtype | None = None,
+        averaging_constant: float | None = None,
+    ) -> None:
+        scale, zero_point, minval = made
+        native, layout = native_grid(grid), layout_of(x.shape, None, block_size)
+        if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
+            layout = layout_of(x.shape, None, tuple(x.shape))
+        addresses = [0 if t is None else t.data_ptr() for t in (*made, *(running or (None, None)))]
+        points, origins = (0, addresses[2]) if native.minval else (addresses[1], 0)
+        if not native.integer:
+            points = origins = 0
+        job = np.array(
+            [
+                DTYPES[x.dtype], layout.words, layout.address, native.address, addresses[0], points, origins,
+                *addresses, layout.blocks, scheme_code(grid, scheme, scale_dtype), 0,
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        job[-1:].view(np.float64)[0] = averaging_constant or 0.0
+        self._average = 2 if averaging_constant is None else 1
+        self._job, self._layout = job, layout
+        self.block_size, self.grid = block_size, grid
+        self._address = job.ctypes.data
+        self.mask_bytes = 2 * layout.words
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize without a gradient."""
+        y = torch.empty_like(x)
+        _map_ready(x.data_ptr(), y.data_ptr(), 0, self._address)
+        return y
+
+    def run_with_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a tensor that requires a gradient."""
+        y: torch.Tensor = _ReadyStraightThrough.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize and fill the mask of ``mask_bytes`` bytes."""
+        y = torch.empty_like(x)
+        _map_ready(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self._address)
+        return y
+
+    def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Multiply a contiguous gradient of the tensor's shape by the mask."""
+        return apply_mask(gradient, mask, self._layout)
+
+    def observe(self, x: torch.Tensor, restart: bool) -> None:
+        """Widen the running range by the tensor, or begin it anew, and write the parameters.
+
+        The caller advances the version counters of what is written.
+        """
+        _observe_ready(x.data_ptr(), 0 if restart else self._average, self._address)
+
+
+class _ReadyStraightThrough(StraightThrough):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ready: ReadyCall) -> torch.Tensor:  # type: ignore[override]
+        mask = torch.empty(ready.mask_bytes, dtype=torch.uint8)
+        return StraightThrough.keep(ctx, ready.run_masked(x, mask), mask, ready.apply_mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return StraightThrough.backward(ctx, grad)[:2]

@@ -1,0 +1,138 @@
+"""Prepared calls give the reference's numbers bit for bit, and memory is used again."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_comparing import assert_same
+from kernel_strategies import Case, cases
+
+from bitwright.kernels import reference
+from bitwright.kernels.dispatch import ready_call, same_elements
+
+ready = pytest.importorskip("bitwright.kernels.cpu.ready")
+memory = pytest.importorskip("bitwright.kernels.cpu.memory")
+more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), deadline=None)
+
+
+@more
+@given(case=cases(), other=st.booleans())
+def test_prepared_fake_quantization(case: Case, other: bool) -> None:
+    """Output and gradient of a prepared call, for the tensor it was prepared for and for another of its shape."""
+    x = case.x.contiguous()
+    low, high = reference.min_max(x, case.block_size)
+    made = reference.choose_qparams(low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype)
+    call = ready_call(x, made, block_size=case.block_size, grid=case.grid)
+    given_x = case.gradient.contiguous() if other else x
+    results = []
+    for run in (
+        lambda t: reference.fake_quantize(t, *made, block_size=case.block_size, grid=case.grid),
+        call.run_with_gradient,
+    ):
+        leaf = given_x.detach().clone().requires_grad_()
+        y = run(leaf)
+        y.backward(case.gradient)
+        results.append((y.detach(), leaf.grad))
+    for expected, mine in zip(*results, strict=True):
+        assert_same(mine, expected)
+    assert_same(call.run(given_x), results[0][0])
+
+
+@more
+@given(case=cases(), average=st.sampled_from([None, 0.01, 0.5, 1.0]), restart=st.booleans(), data=st.data())
+def test_prepared_observation(case: Case, average: float | None, restart: bool, data: st.DataObject) -> None:
+    """Running range and parameters after a prepared observation, with and without a range from before."""
+    x, before = case.x.contiguous(), case.gradient.contiguous()
+    low, high = reference.min_max(before, case.block_size)
+    if low.numel() > ready.FEW:
+        return
+    running = low.clamp(max=0), high.clamp(min=0)
+    made = reference.choose_qparams(low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype)
+    options = {
+        "block_size": case.block_size,
+        "grid": case.grid,
+        "scheme": case.scheme,
+        "scale_dtype": case.scale_dtype,
+        "averaging_constant": average,
+    }
+    states = [[None if t is None else t.clone() for t in (*running, *made)] for _ in range(2)]
+    reference.observe_running_and_fake_quantize(x, *states[0], restart=restart, quantize=False, **options)
+    mine = states[1]
+    ready_call(x, tuple(mine[2:]), running=(mine[0], mine[1]), **options).observe(x, restart)
+    for place, (expected, found) in enumerate(zip(*states, strict=True)):
+        assert_same(found, expected, zero_sign=place == 2)
+
+
+def test_tensors_that_are_not_prepared() -> None:
+    """Large, empty, strided and meta tensors, and parameters of other dtypes, take the general way."""
+    x = torch.randn(8, 16)
+    made = reference.choose_qparams(
+        *reference.min_max(x, (8, 16)), grid=(grid := _grid()), scheme="symmetric", scale_dtype=None
+    )
+    options = {"block_size": (8, 16), "grid": grid}
+    assert ready_call(x, made, **options) is not None
+    assert ready_call(x.T, made, block_size=(16, 8), grid=grid) is None
+    assert ready_call(torch.empty(0, 16), made, **options) is None
+    assert ready_call(x.to("meta"), made, **options) is None
+    assert ready_call(torch.randn(1 << 9, 1 << 9), made, block_size=(1 << 9, 1 << 9), grid=grid) is None
+    assert ready_call(x, (made[0].double(), *made[1:]), **options) is None
+    assert ready_call(x, (made[0], made[1].float(), made[2]), **options) is None
+
+
+def _grid() -> object:
+    from bitwright.kernels import Grid
+
+    return Grid(torch.int8, -128, 127)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_same_elements(dtype: torch.dtype) -> None:
+    """Any changed byte of any looked-at element is seen, and no other."""
+    x = torch.arange(300).to(dtype)
+    same = same_elements(x[::7])
+    assert same()
+    x[1] += 1
+    assert same()
+    for place in (0, 7, 294):
+        for bit in range(8 * dtype.itemsize - 1):
+            x[place] ^= 1 << bit
+            assert not same()
+            x[place] ^= 1 << bit
+    assert same()
+
+
+def test_memory_of_large_results_is_used_again() -> None:
+    """A result takes the memory of one that died, never of one that lives, and other sizes give it back."""
+    x = torch.zeros(3, 1 << 20)
+    first, second = memory.empty_like(x), memory.empty_like(x)
+    assert first.data_ptr() != second.data_ptr()
+    address = first.data_ptr()
+    view = first[1]
+    del first
+    assert memory.empty_like(x).data_ptr() != address
+    del view
+    gc.collect()
+    assert memory.empty_like(x).data_ptr() == address
+    for rows in range(4, 16):
+        memory.empty_like(torch.empty(rows, 1 << 20))
+    assert memory.idle_bytes() <= 256 << 20
+
+
+def test_large_results_are_like_any_other() -> None:
+    """They are written by torch, saved for the backward pass, viewed, moved between dtypes and shared."""
+    x = torch.randn(1 << 21, dtype=torch.bfloat16)
+    y = memory.empty_like(x)
+    y.copy_(x)
+    assert y._base is None
+    assert torch.equal(y.view(2, -1)[1], x[1 << 20 :])
+    leaf = torch.ones((), requires_grad=True)
+    (y.float() * leaf).sum().backward()
+    assert leaf.grad is not None
+    wide = memory.empty_like(x, dtype=torch.float32)
+    assert (wide.shape, wide.dtype) == (x.shape, torch.float32)
+    assert torch.equal(y.share_memory_(), x)

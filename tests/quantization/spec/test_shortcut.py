@@ -1,0 +1,185 @@
+"""The short way through a simulator gives what the long way gives, whatever is changed in between."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.kernels import set_form
+from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity, QuantizationSpec
+from bitwright.quantization.spec.factory import QuantizationComponentFactory
+
+Change = Callable[[Any], object]
+
+
+def simulator(target: str = "ACTIVATION", **spec: Any) -> Any:
+    made = QuantizationSpec(**{"dtype": "int8", **spec})
+    return QuantizationComponentFactory.create_fake_quantizer(made, CompressionTargetTensor[target])
+
+
+def _switch_observer(s: Any) -> None:
+    s.enable_observer(not s._observer_on)
+
+
+def _load(s: Any) -> None:
+    state = {name: value.clone() for name, value in s.state_dict().items()}
+    state["qparams_calculator.scale"] *= 3
+    s.load_state_dict(state, assign=True)
+
+
+def _data(s: Any) -> None:
+    s.qparams_calculator.scale.data = torch.full_like(s.qparams_calculator.scale, 0.5)
+
+
+def _new_buffer(s: Any) -> None:
+    s.qparams_calculator.scale = s.qparams_calculator.scale * 5
+
+
+def _grid(s: Any) -> None:
+    s.quant_min, s.quant_max = -3, 3
+
+
+CHANGES: dict[str, Change] = {
+    "observer": _switch_observer,
+    "fake-quantize off": lambda s: s.disable_fake_quant(),
+    "switch buffer": lambda s: s.fake_quant_enabled.fill_(0),
+    "switch buffer replaced": lambda s: setattr(s, "observer_enabled", torch.zeros(1, dtype=torch.uint8)),
+    "disabled": lambda s: s._disabled.fill_(True),
+    "scale in place": lambda s: s.qparams_calculator.scale.mul_(2),
+    "scale data": _data,
+    "scale replaced": _new_buffer,
+    "state loaded": _load,
+    "grid": _grid,
+    "formulation": lambda s: setattr(s, "qformulation", "minval"),
+    "restart": lambda s: s.reset_statistics(),
+    "frozen": lambda s: s.set_export_mode(True),
+    "range fixed": lambda s: setattr(s.qparams_calculator, "float_range", (-0.5, 0.5)),
+    "constant": lambda s: setattr(s.qparams_calculator, "averaging_constant", 0.9),
+    "evaluation": lambda s: s.eval(),
+    "double": lambda s: s.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("observing", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_are_honoured(change: str, observing: bool, dtype: torch.dtype) -> None:
+    """After any change of the state, outputs and state are those of the reference, which has no short way."""
+    results = []
+    for form in ("auto", "reference"):
+        before = set_form(form)
+        try:
+            torch.manual_seed(0)
+            mine = simulator(qscheme="asymmetric")
+            mine.enable_observer(True)
+            outputs = [mine(torch.randn(4, 8).to(dtype)) for _ in range(2)]
+            mine.enable_observer(observing)
+            outputs += [mine(torch.randn(4, 8).to(dtype)) for _ in range(3)]
+            assert (mine._shortcut.call is not None) == (form == "auto")
+            CHANGES[change](mine)
+            outputs += [mine(torch.randn(4, 8).to(dtype)) for _ in range(3)]
+            results.append([*outputs, *mine.state_dict().values()])
+        finally:
+            set_form(before)
+    for fast, slow in zip(*results, strict=True):
+        assert torch.equal(fast, slow)
+
+
+@pytest.mark.parametrize("granularity", [PerTensorGranularity(), PerChannelGranularity(axis=1)])
+def test_shapes_take_turns(granularity: Any) -> None:
+    """Batches of several sizes and layouts of memory, with and without gradient."""
+    mine = simulator(granularity=granularity)
+    for _ in range(2):
+        mine(torch.randn(4, 8))
+    mine.disable_observer()
+    for rows in (4, 2, 7, 4, *range(20), 4):
+        for x in (torch.randn(rows, 8), torch.randn(8, rows).T, torch.randn(rows, 16)[:, ::2]):
+            expected = mine._fake_quantize(x, *mine.calculate_qparams())
+            assert torch.equal(mine(x), expected)
+            leaf = x.clone().requires_grad_()
+            y = mine(leaf)
+            assert torch.equal(y, expected)
+            assert y.requires_grad
+
+
+def test_versions_advance_while_observing() -> None:
+    """What is cached by version notices that the parameters were written."""
+    mine = simulator()
+    mine(torch.ones(4))
+    mine(torch.ones(4))
+    calculator = mine.qparams_calculator
+    names = ("running_min", "running_max", "scale", "zero_point", "minval")
+    versions = [getattr(calculator, name)._version for name in names]
+    mine(torch.ones(4) * 2)
+    assert all(getattr(calculator, name)._version > v for name, v in zip(names, versions, strict=True))
+    assert calculator._progress.observations == 3
+
+
+def test_copies_have_no_shortcut_to_the_original() -> None:
+    """A copy, a pickle and the original go their own ways."""
+    mine = simulator()
+    mine(torch.ones(4))
+    mine.disable_observer()
+    mine(torch.linspace(-1, 1, 4))
+    expected = mine(torch.linspace(-1, 1, 4))
+    stream = io.BytesIO()
+    pickle.dump(mine, stream)
+    for other in (copy.deepcopy(mine), pickle.loads(stream.getvalue())):
+        assert other._shortcut.call is None
+        other.qparams_calculator.scale.mul_(2)
+        for _ in range(3):
+            assert not torch.equal(other(torch.linspace(-1, 1, 4)), expected)
+    assert torch.equal(mine(torch.linspace(-1, 1, 4)), expected)
+
+
+WEIGHT_CHANGES: dict[str, Callable[[Any, nn.Parameter], object]] = {
+    "weight in place": lambda s, w: w.add_(0.3),
+    "weight data": lambda s, w: w.data.mul_(1.7),
+    "new memory": lambda s, w: setattr(w, "data", w.detach() * 0.4),
+    "scale": lambda s, w: s.qparams_calculator.scale.mul_(1.5),
+    "training": lambda s, w: s.train(),
+    "observer": lambda s, w: s.enable_observer(),
+    "off": lambda s, w: s.disable_fake_quant(),
+    "grid": lambda s, w: _grid(s),
+    "not kept": lambda s, w: setattr(s, "keep_frozen_weight", False),
+    "kept result": lambda s, w: s(w).mul_(0.5),
+    "forgotten": lambda s, w: s.clear_weight_memory(),
+}
+
+
+@pytest.mark.parametrize("change", WEIGHT_CHANGES)
+@torch.no_grad()
+def test_changes_of_a_kept_weight_are_honoured(change: str) -> None:
+    """A weight that is read again and again gives the kept result until anything changes."""
+    torch.manual_seed(0)
+    mine, weight = simulator("WEIGHT", granularity=PerChannelGranularity(axis=0)), nn.Parameter(torch.randn(4, 8))
+    mine(weight)
+    mine.disable_observer()
+    mine.eval()
+    kept = [mine(weight) for _ in range(4)]
+    assert kept[-1] is kept[1]
+    WEIGHT_CHANGES[change](mine, weight)
+    fresh = copy.deepcopy(mine)
+    for _ in range(3):
+        assert torch.equal(mine(weight), fresh(nn.Parameter(weight.detach().clone())))
+
+
+def test_a_gradient_is_wanted_again() -> None:
+    """The kept result is for evaluation without gradient only."""
+    mine, weight = simulator("WEIGHT"), nn.Parameter(torch.randn(4, 8))
+    mine(weight)
+    mine.disable_observer()
+    mine.eval()
+    with torch.no_grad():
+        kept = [mine(weight) for _ in range(3)][-1]
+    y = mine(weight)
+    assert y.requires_grad
+    assert torch.equal(y, kept)
