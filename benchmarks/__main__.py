@@ -2,6 +2,17 @@
 
 Each script prints its table and writes JSON under ``benchmarks/results/``. Set ``BITWRIGHT_PEER_PYTHON`` to an
 interpreter that has coreai-opt 0.3 to have it measured beside.
+
+``kernels.json`` and ``training.json`` are ``{"machine": {...}, "results": [row, ...]}``. Every time is
+``{"minimum", "median", "maximum", "repeats"}`` in seconds, every ratio one of medians.
+
+* A row of ``kernels.json``: ``case``, ``threads``; ``limit`` (``"clone"``, ``"clone and multiply"`` or
+  ``"microseconds"``), ``over_limit`` (a ratio, or microseconds a call) and ``over_limit_allowed``; with the peer also
+  ``faster`` and ``faster_wanted``; ``seconds`` by side (``bitwright``, ``limit``, ``peer``).
+* A row of ``training.json``: ``what`` (``"step"``, ``"peak memory"`` or ``"frozen evaluation"``), ``model``, ``mode``;
+  ``over_float`` by side (``bitwright``, ``bitwright, saved as codes``, ``peer``) and ``over_float_allowed``; and
+  ``seconds`` by side, or ``bytes`` by side: ``peak`` growth of the resident set, and what is ``saved`` for the
+  backward pass.
 """
 
 from __future__ import annotations
