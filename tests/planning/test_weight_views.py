@@ -148,3 +148,24 @@ def test_masked_scores_stay_finite(mode: str, write: str) -> None:
     with quantizer.calibration_mode():
         prepared(x)
     assert torch.allclose(prepared(x), expected, atol=0.05)
+
+
+class TestComputedWeights:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_normalized_weights_are_told(self, mode: str) -> None:
+        """They are not quantized, and the plan says so and how to change that."""
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+        (problem,) = plan_of(model, mode, torch.randn(2, 4)).problems
+        assert problem.code == "computed-weight"
+        assert "remove_parametrizations" in problem.message
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert not plan_of(model, mode, torch.randn(2, 4)).problems
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_standardized_weights_are_told(self, mode: str) -> None:
+        """Arithmetic on the parameter counts like a parametrization; without a spec for weights nothing is said."""
+        model = Weighted((6, 4), lambda x, w: F.linear(x, (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)))
+        (problem,) = plan_of(model, mode, torch.randn(2, 4)).problems
+        assert problem.code == "computed-weight"
+        off = QuantizerConfig(execution_mode=mode, global_config={"op_state_spec": None})
+        assert not plan_of(model, mode, torch.randn(2, 4), config=off).problems

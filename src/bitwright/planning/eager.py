@@ -13,6 +13,7 @@ from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules,
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 
+from .computed_weights import computed_weight_problems
 from .eager_activations import request_activations
 from .ops import eager_op_key
 from .plan import Placement, Plan, PlanRow, Problem
@@ -48,7 +49,8 @@ def plan_eager_quantization(
         builder.add_activation(
             Placement(spec, CompressionTargetTensor.ACTIVATION, rule, path, sites=[site]), resolution
         )
-    return builder.build([*unquantizable_problems(program, op_rules), *unmatched_problems(rules)])
+    problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
+    return builder.build([*problems, *unmatched_problems(rules)])
 
 
 class OpRules:

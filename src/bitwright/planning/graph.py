@@ -15,6 +15,7 @@ from bitwright.program import Op, Program
 from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity
 
 from .chains import Chain, find_chains, fused_problems
+from .computed_weights import computed_weight_problems
 from .eager import PlanBuilder
 from .graph_boundaries import apply_boundaries
 from .graph_ops import OpRole
@@ -84,6 +85,7 @@ def plan_graph_quantization(
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
     problems += fused_problems(chains)
+    problems += computed_weight_problems(program, _rules_of(chains))
     problems += state_input_problems(program, _rules_of(chains))
     for group in groups:
         problems += _keep_or_drop_axis(group)

@@ -21,6 +21,9 @@ __all__ = [
     "default_weight_axes",
     "eager_op_key",
     "function_axes",
+    "is_elementwise",
+    "is_elementwise_gain",
+    "operand_axes",
     "state_keys",
 ]
 
@@ -46,6 +49,8 @@ _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
         **dict.fromkeys((*_CONV_TRANSPOSES, "addmm"), _IN_OUT),
     }
 )
+
+_ELEMENTWISE = frozenset({"add", "sub", "rsub", "mul", "div", "mean", "std", "var", "var_mean", "std_mean", "pow"})
 
 # Matrix products, with the position of the second factor. A factor of shape (..., in, out) has its channels last.
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"matmul": 1, "mm": 1, "bmm": 1, "grouped_mm": 1, "baddbmm": 2})
@@ -187,6 +192,11 @@ def _axes_in(state: StateTensor, use: Argument, products: bool) -> WeightAxes | 
     if max(axes.channel, axes.block) >= len(view.axes):
         return None
     return WeightAxes(view.axes[axes.channel], view.axes[axes.block])
+
+
+def is_elementwise(state: StateTensor) -> bool:
+    """True for a state that ops combine with activations number by number, if at all, and never contract."""
+    return all(canonical_name(use.op.type) in _ELEMENTWISE for use in (*state.uses, *state.views))
 
 
 def is_elementwise_gain(state: StateTensor) -> bool:

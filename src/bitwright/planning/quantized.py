@@ -19,7 +19,7 @@ from bitwright.quantization.spec import (
 )
 from bitwright.quantization.spec.errors import _BlockSizeMismatchError
 
-from .ops import AxisConflictError, default_weight_axes, is_elementwise_gain
+from .ops import AxisConflictError, default_weight_axes, is_elementwise, is_elementwise_gain
 from .plan import Problem, Severity
 
 __all__ = ["Resolution", "quantized_bytes", "resolve_activation", "resolve_weight"]
@@ -56,6 +56,8 @@ def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_
             axes = default_weight_axes(state, products=True)
         except AxisConflictError as error:
             return Resolution(None, problem=Problem("axis-conflict", state.name, str(error), Severity.ERROR))
+        if axes is None and not by_module and is_elementwise(state):
+            return Resolution(None, note="no op multiplies matrices with it, so it has no axis; left as it is")
         if axes is None:
             return Resolution(None, problem=_unresolved("Weight", state.name, granularity, rule))
         axis = axes.channel if isinstance(granularity, PerChannelGranularity) else axes.block

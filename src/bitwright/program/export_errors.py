@@ -16,6 +16,16 @@ __all__ = ["export_failure", "forward_problem"]
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
+# What torch says about debugging torch itself.
+_ADVICE = (
+    "For more ",
+    "For extended logs",
+    "For C++ stack trace",
+    "If you suspect the guard",
+    "consider using data-",
+    "The error above occurred when calling torch.export",
+)
+
 _HINTS = """Debugging hints:
   1. Eager mode needs no export: set execution_mode="eager" in the QuantizerConfig. It allows branches on data.
   2. Run torch.export.export(model, example_inputs) by itself; torch.export.draft_export lists all problems at once.
@@ -65,7 +75,7 @@ def _kind(value: Any) -> str:
 
 
 def _first_lines(message: str, limit: int = 6) -> str:
-    lines = [line for line in message.strip().splitlines() if line.strip()]
+    lines = [line for line in message.strip().splitlines() if line.strip() and not line.startswith(_ADVICE)]
     return "\n".join(lines[:limit])
 
 

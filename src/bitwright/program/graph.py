@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -67,6 +69,7 @@ def _export(
             stack.enter_context(torch.no_grad())
         stack.enter_context(_without_fused_attention())
         stack.enter_context(_quiet())
+        stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:
             return torch.export.export(
                 model,
@@ -78,6 +81,22 @@ def _export(
         except Exception as error:
             problem = forward_problem(model, args, kwargs)
             raise export_failure(error) if problem is None else problem from error
+
+
+class _WithoutDump(io.TextIOBase):
+    """A stream without the program that ``torch.export`` writes there, as far as it got, when it fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if "def forward(self, arg0_1" not in text and self._stream is not None:
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["BiasFold", "FoldLayout", "OutputFold", "WeightFold"]
+__all__ = ["BiasFold", "FoldLayout", "OutputFold", "WeightFold", "is_recomputing", "updated_statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,15 @@ class _Fold(nn.Module):
     def __init__(self, layout: FoldLayout) -> None:
         super().__init__()
         self.layout = layout
+        self._seen: torch.Tensor | None = None
+
+    def _variance(self, var: torch.Tensor) -> torch.Tensor:
+        """Return the variance before this step's batch; a recomputed forward must fold as the first one did."""
+        if torch.compiler.is_compiling():
+            return var
+        if self._seen is None or not is_recomputing():
+            self._seen = var.detach().clone()
+        return self._seen
 
 
 class WeightFold(_Fold):
@@ -76,7 +85,7 @@ class WeightFold(_Fold):
     def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``W'``, in training with the scale that the output is divided by later."""
         layout = self.layout
-        scale = layout.divisible_scale(gamma, var) if self.training else layout.scale(gamma, var)
+        scale = layout.divisible_scale(gamma, self._variance(var)) if self.training else layout.scale(gamma, var)
         scale = scale.reshape(layout.weight_shape).to(weight.dtype)
         if layout.split_shape is None:
             return weight * scale
@@ -138,12 +147,27 @@ class OutputFold(_Fold):
         if not self.training:
             return y
         shape = self.layout.output_shape
-        y = y / self.layout.divisible_scale(gamma, var).reshape(shape).to(y.dtype)
+        y = y / self.layout.divisible_scale(gamma, self._variance(var)).reshape(shape).to(y.dtype)
         if bias is not None:
             y = y + bias.reshape(shape)
-        if batches is not None:
-            batches.add_(1)
+        mean, var = updated_statistics(mean, var, batches)
         return nn.functional.batch_norm(y, mean, var, gamma, beta, True, self.momentum, self.layout.eps)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs within a backward, which is how gradient checkpointing computes it again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def updated_statistics(
+    mean: torch.Tensor, var: torch.Tensor, batches: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the running statistics that a batch norm in training writes to; a batch counts once, however often seen."""
+    if is_recomputing():
+        return mean.clone(), var.clone()
+    if batches is not None:
+        batches.add_(1)
+    return mean, var
 
 
 def channels_of(weight: torch.Size, transposed: bool, groups: int) -> int:

@@ -21,7 +21,6 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._annotation_pattern_registry import registered_roles
 from .annotations import annotate
-from .annotations import annotate
 from .finalize import folded_copy
 from .initialise import initialise
 from .insert import GraphInsertion
@@ -63,7 +62,6 @@ class GraphEngine(Engine):
         insertion = GraphInsertion(module, self.program, decisions)
         with collector_paused():
             insertion.run()
-            annotate(module, decisions)
             annotate(module, decisions)
             initialise(module, self.program, example)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}

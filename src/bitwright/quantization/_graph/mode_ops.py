@@ -16,6 +16,8 @@ from torch import fx, nn
 from bitwright.program.aten_names import schema_names
 from bitwright.program.graph_module import TracedGraphModule
 
+from .batch_norm import updated_statistics
+
 __all__ = ["AttentionOp", "BatchNormOp", "ModeOp", "install_mode_ops"]
 
 CONTAINER = "training_ops"
@@ -111,8 +113,8 @@ class BatchNormOp(nn.Module):
         batches: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalise ``x`` of shape (N, C, ...); ``batches`` counts the batches seen in training."""
-        if self.training and batches is not None:
-            batches.add_(1)
+        if self.training:
+            running_mean, running_var = updated_statistics(running_mean, running_var, batches)
         return nn.functional.batch_norm(
             x, running_mean, running_var, weight, bias, self.training, self.momentum, self.eps
         )

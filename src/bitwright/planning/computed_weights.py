@@ -1,0 +1,66 @@
+"""Weights that the model computes from parameters, such as normalized ones: told, because they are not quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bitwright.config.matching import OpRule, lookup_spec
+from bitwright.program import Argument, Op, Program, Value, ValueKind
+
+from .ops import operand_axes
+from .plan import Problem
+from .weight_views import state_read_by
+
+__all__ = ["computed_weight_problems"]
+
+
+def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
+    """Return a problem for each op whose weight should be quantized but is made of parameters by other ops.
+
+    Args:
+        program: the program, with views linked.
+        op_rule_of: the rule of an op, None for one that is not quantized.
+    """
+    sources: dict[int, str] = {}
+    problems: list[Problem] = []
+    for op in program.ops:
+        for argument in op.arguments:
+            made_of = sources.get(id(argument.value))
+            if made_of is not None and _is_wanted(argument, op_rule_of(op)):
+                problems.append(_problem(op, argument.value, made_of))
+        parameter = _only_parameters(op, sources)
+        if parameter:
+            sources.update((id(output), parameter) for output in op.outputs)
+    return problems
+
+
+def _only_parameters(op: Op, sources: dict[int, str]) -> str:
+    """Return a parameter that ``op`` computes with if it reads nothing but parameters, buffers and what they make."""
+    found = ""
+    for argument in op.arguments:
+        state = argument.value.state
+        if state is None and id(argument.value) not in sources:
+            return ""
+        if state is None:
+            found = found or sources[id(argument.value)]
+        elif state.is_parameter and state.tensor.is_floating_point():
+            found = found or state.name
+    return found
+
+
+def _is_wanted(argument: Argument, rule: OpRule | None) -> bool:
+    if rule is None or argument.name != "weight" or argument.value.kind is ValueKind.STATE:
+        return False
+    if operand_axes(argument, products=False) is None or state_read_by(argument) is not None:
+        return False
+    return lookup_spec(rule.op_state_spec, ("weight",)).spec is not None
+
+
+def _problem(op: Op, value: Value, parameter: str) -> Problem:
+    maker = value.producer.name if value.producer is not None else parameter
+    message = (
+        f"its weight of shape {value.shape} is computed by {maker} from {parameter} and so on, not read from a "
+        "parameter, so it stays as it is. Make the result a parameter first (for weight normalization: "
+        "torch.nn.utils.parametrize.remove_parametrizations), or set op_state_spec to None for this op."
+    )
+    return Problem("computed-weight", op.name, message)
