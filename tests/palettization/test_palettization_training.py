@@ -11,6 +11,7 @@ from bitwright.base_model_compressor import _Lifecycle
 from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConfig, PalettizationSpec
 from bitwright.palettization.config import PATSchedule
 from bitwright.palettization.spec import DKMTrainingSpec, PerGroupedChannelGranularity, STETrainingSpec
+from bitwright.palettization.spec.soft_assignment import _attention
 from bitwright.quantization.spec import QuantizationSpec
 
 from .networks import config_of, simulators
@@ -247,3 +248,15 @@ def test_strategies_by_class():
     """Specs of strategies can be given as objects."""
     assert PalettizationSpec(training_strategy_spec=STETrainingSpec()).describe().endswith("ste")
     assert PalettizationSpec(training_strategy_spec=DKMTrainingSpec()).describe().endswith("dkm")
+
+
+def test_soft_assignment_is_the_softmax_of_distances_without_tiny_numbers():
+    """Equal to float64 to 1e-12, and nothing near the subnormal range, where processors are slow."""
+    vectors = torch.linspace(-1, 1, 1001).view(1, -1, 1)
+    palette = torch.tensor([[[-1.0], [0.0], [0.3], [1.0]]])
+    unit = torch.full((1, 1, 1), 0.005)
+    attention = _attention(vectors, palette, unit)
+    exact = torch.softmax(-(vectors.double() - palette.double().transpose(1, 2)).square() / unit.double(), dim=-1)
+    torch.testing.assert_close(attention.double(), exact, rtol=1e-4, atol=1e-12)
+    assert ((attention == 0) | (attention > 1e-14)).all()
+    assert (attention == 0).any()
