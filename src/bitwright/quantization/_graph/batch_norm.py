@@ -162,7 +162,7 @@ def is_recomputing() -> bool:
 def updated_statistics(
     mean: torch.Tensor, var: torch.Tensor, batches: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the running statistics that a batch norm in training writes to; a batch counts once, however often seen."""
+    """Return the running statistics for a batch norm in training to write to; a recomputed batch counts once."""
     if is_recomputing():
         return mean.clone(), var.clone()
     if batches is not None:
