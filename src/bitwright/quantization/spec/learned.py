@@ -124,7 +124,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             else:
                 self._store_buffer(name, value)
         # A tensor of zeros, such as the output of a new LoRA adapter, says nothing about the step: the next one may.
-        blank = not bool(statistics.abs_sum.any())
+        readable = not (torch.compiler.is_compiling() or statistics.abs_sum.is_meta)
+        blank = readable and not bool(statistics.abs_sum.any())
         self._initialized, self._restart = True, blank
         self._statistics = None if blank else statistics
 
