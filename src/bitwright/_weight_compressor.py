@@ -202,8 +202,8 @@ class WeightCompressor(_BaseModelCompressor):
         if not self._is_model_prepared(self._model):
             return
         others = any(
-            not isinstance(place.simulator, self._simulator_type)
-            for place in unique_simulators(self._model, CompressionSimulatorBase)
+            isinstance(module, CompressionSimulatorBase) and not isinstance(module, self._simulator_type)
+            for module in self._model.modules()
         )
         own = bool(unique_simulators(self._model, self._simulator_type))
         if own or not others:

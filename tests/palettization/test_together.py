@@ -49,6 +49,14 @@ def apply(model: nn.Module, *makers) -> None:
         compressor._unmark_model(model)
 
 
+def apply_without_unmarking(model: nn.Module, *makers) -> None:
+    """Prepare with each compressor in turn, finalizing for torch in between, as a user does."""
+    for make in makers:
+        compressor = make(model)
+        compressor.prepare(image())
+        compressor.finalize(backend=ExportBackend._TORCH)
+
+
 def zeros(tensor: torch.Tensor) -> float:
     return (tensor == 0).float().mean().item()
 
@@ -203,3 +211,18 @@ def test_palettes_with_quantized_entries_serve_in_place_of_quantized_palettes():
     spec = PalettizationSpec(lut_qspec=QuantizationSpec(dtype="int8"))
     KMeansPalettizer(model, config_of(spec)).prepare(image())
     assert model.conv.parametrizations.weight[0].quantized_lut.dtype == torch.int8
+
+
+@pytest.mark.parametrize("weights", [[prune], [palettize], [prune, palettize], [palettize, prune]])
+def test_weights_after_activations(weights):
+    """Quantizing the activations first is no obstacle, and gives the weights that the other order gives."""
+    torch.manual_seed(0)
+    first = ConvLinear().eval()
+    last = copy.deepcopy(first)
+    apply_without_unmarking(first, activations, *weights)
+    apply_without_unmarking(last, *weights, activations)
+    for mine, other in ((first.conv, last.conv), (first.linear, last.linear)):
+        assert torch.equal(mine.weight, other.weight)
+    assert first(*image()).isfinite().all()
+    with pytest.raises(PlanError, match="already"):
+        weights[-1](first).prepare(image())
