@@ -19,7 +19,7 @@ import bitwright
 from bitwright.artifact import Artifact
 from bitwright.cli import app
 from bitwright.cli.loading import load_recipe, recipe_schema
-from bitwright.inspection import FidelityReport
+from bitwright.inspection import FidelityReport, diagnostics
 
 NET = """
 import time
@@ -168,6 +168,15 @@ class TestResults:
         document = json.loads(run(*command, "--json").stdout)
         assert {entry["candidate"] for entry in document["entries"]} == {"w4", "w8"}
 
+    def test_sweep_puts_candidates_side_by_side(self, folder: Path) -> None:
+        """A preset follows an eager recipe or a palette into eager mode; a graph recipe beside them is remarked on."""
+        result = run("sweep", *COMMON, "--config", "preset:palette-w2", "--config", "preset:w8", "--config", "w4.yaml")
+        rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith(("0 ", "2 "))]
+        assert [len(row) for row in rows] == [4, 4]
+        assert "-" not in {cell for row in rows for cell in row}
+        (folder / "graph.yaml").write_text(RECIPE.replace("execution_mode: eager", "execution_mode: graph"))
+        assert "note: graph name" in run("sweep", *COMMON, "--config", "graph.yaml", "--config", "w4.yaml").stderr
+
     def test_export_saves_a_program_that_computes_the_same(self, folder: Path) -> None:
         """For Core ML and for torch; the program loads without Bitwright's help."""
         run("export", *COMMON, "--config", "w4.yaml", "--backend", "coreml", "-o", "model.pt2", "-q")
@@ -198,7 +207,11 @@ class TestResults:
     def test_explain(self) -> None:
         """One page, or the list."""
         assert run("explain", "bw104").stdout.startswith("# BW104: ")
-        assert "BW101" in run("explain").stdout
+        for code in diagnostics():
+            page = run("explain", code).stdout
+            assert code in run("explain").stdout
+            assert page.startswith(f"# {code}: ")
+            assert json.loads(run("explain", code, "--json").stdout)["page"].strip() == page.strip()
         assert json.loads(run("explain", "--json").stdout)["BW106"] == "Nothing compressed"
 
 

@@ -201,6 +201,7 @@ def sweep(
         if len(recipe.configs) != 1:
             raise CommandError(f"The recipe {name!r} has several sections; a sweep takes recipes of one technique.")
         candidates[recipe.name] = recipe.configs[0]
+    _agree_on_names(config, candidates, out)
     score = None if metric is None else load_function(metric, "metric")
     with out.progress() as say:
         result = inspection.sweep(net, candidates, feed, metric=score, store=output, progress=say)
@@ -261,6 +262,23 @@ def _add_problems(plans: list[Any], target: str) -> None:
         raise CommandError(f"There is no target {target!r}; there are {', '.join(TARGETS)}.")
     for entry in plans:
         entry.problems.extend(check_plan(entry, target))
+
+
+def _agree_on_names(names: list[str], candidates: dict[str, Any], out: Output) -> None:
+    """Let presets follow the other candidates into eager mode: the two modes name layers differently."""
+    modes = {name: str(getattr(one, "execution_mode", "eager")) for name, one in candidates.items()}
+    presets = [name.removeprefix("preset:") for name in names if name.startswith("preset:")]
+    if set(modes.values()) != {"eager", "graph"}:
+        return
+    for name in presets:
+        if modes[name] == "graph":
+            candidates[name].execution_mode = modes[name] = "eager"
+    graphs = [name for name, mode in modes.items() if mode == "graph"]
+    if graphs:
+        out.say(
+            f"note: {', '.join(graphs)} name layers as graph mode does, the other recipes as eager mode does; with "
+            "'execution_mode: eager' in all of them, each layer has one row."
+        )
 
 
 def _compressor(name: str | None) -> Any:
