@@ -11,6 +11,7 @@ from bitwright.quantization import QuantizationSpec
 from .models import W8, Mlp, built, palettized, prepared, pruned, sqnr
 
 BACKENDS = ("coreai", "coreml", "_torch")
+SLOW = [pytest.mark.slow]
 
 
 def _compressor(kind, mode="eager"):
@@ -23,9 +24,15 @@ def _compressor(kind, mode="eager"):
 CASES = [("quantizer", "eager"), ("quantizer", "graph"), ("palettizer", "eager"), ("pruner", "eager")]
 
 
+PAIRS = [
+    pytest.param(first, second, marks=[] if (first, second) in (("coreai", "coreml"), ("_torch", "coreai")) else SLOW)
+    for first in BACKENDS
+    for second in BACKENDS
+]
+
+
 @pytest.mark.parametrize(("kind", "mode"), CASES)
-@pytest.mark.parametrize("first", BACKENDS)
-@pytest.mark.parametrize("second", BACKENDS)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_finalizes_in_a_row(kind, mode, first, second):
     """The second one gives what the first one would have given, or says that the model is not prepared any more."""
     if "coreai" in (first, second):
@@ -58,7 +65,9 @@ def test_finalize_inside_a_mode_is_refused(kind, mode, backend):
     assert sqnr(expected, compressor.finalize(backend=backend)(x)) > 60
 
 
-@pytest.mark.parametrize(("kind", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "mode"), [CASES[1], *(pytest.param(*case, marks=SLOW) for case in CASES if case[0] != "quantizer")]
+)
 def test_writers_leave_the_prepared_model_usable(kind, mode, tmp_path):
     """Target after target from one prepared model; then it is finalized still."""
     compressor, ready, x = _compressor(kind, mode)
