@@ -82,6 +82,37 @@ class _Cast(nn.Module):
         return str(self.dtype)
 
 
+class _Widened(nn.Module):
+    """One of Core AI's layers whose parameters are kept in the model's dtype and read in float32.
+
+    Args:
+        layer: the layer.
+        dtype: the model's dtype; a parameter that it does not hold exactly stays in float32.
+    """
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, parameter in layer.named_buffers():
+            narrow = parameter.to(dtype) if parameter.is_floating_point() else parameter
+            self.register_buffer(name, narrow if torch.equal(narrow.to(parameter.dtype), parameter) else parameter)
+        self._quantizes = "input_dtype" not in vars(layer)
+        self._options = {name: value for name, value in vars(layer).items() if name in ("axis", "input_dtype")}
+        self._dtype = layer.output_dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layer returns."""
+        read = {
+            name: parameter.float() if parameter.is_floating_point() else parameter
+            for name, parameter in self.named_buffers()
+        }
+        scale = read.pop("scale")
+        if self._quantizes:
+            quantized: torch.Tensor = torch.ops.coreai.quantize(x, scale, self._dtype, **read, **self._options)
+            return quantized
+        values: torch.Tensor = torch.ops.coreai.dequantize(x, scale, output_dtype=self._dtype, **read, **self._options)
+        return values
+
+
 def along(parameter: torch.Tensor, axis: int, rank: int) -> torch.Tensor:
     """Return a 0-D or 1-D parameter in the shape in which it broadcasts against a tensor of ``rank`` dimensions."""
     if parameter.ndim == 0:
@@ -147,7 +178,7 @@ def coreai_activation(simulator: FakeQuantizeImplBase) -> nn.Sequential:
     """Return the module that takes an activation simulator's place.
 
     Its children ``quantize`` and ``dequantize`` are Core AI's; they work in float32, as the simulator does, so
-    activations of another dtype are cast before and after.
+    activations of another dtype are cast before and after, and parameters that such a dtype holds are kept in it.
 
     Raises:
         MissingExtraError: coreai-torch is not installed.
@@ -172,5 +203,7 @@ def coreai_activation(simulator: FakeQuantizeImplBase) -> nn.Sequential:
         input_dtype=operands.dtype if operands.is_integer else None, output_dtype=torch.float32, **parameters()
     )
     if cast:
+        for name in ("quantize", "dequantize"):
+            modules[name] = _Widened(modules[name], operands.compute_dtype)
         modules["narrow"] = _Cast(operands.compute_dtype)
     return nn.Sequential(modules)

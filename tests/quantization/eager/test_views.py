@@ -181,3 +181,26 @@ def test_the_state_of_a_finalized_model_can_be_saved(tmp_path):
     state = {name: value.contiguous() for name, value in finalized.state_dict().items()}
     save_file(state, tmp_path / "state.safetensors")
     assert (tmp_path / "state.safetensors").stat().st_size > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_of_a_half_precision_model_are_kept_in_half_precision(dtype):
+    """The finalized model computes what the prepared one does, from scales in the model's own dtype."""
+    pytest.importorskip("coreai_torch")
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to(dtype)
+    x = torch.randn(16, 8).to(dtype)
+    quantizer = Quantizer(model, eager())
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(3 * x)
+    with torch.no_grad():
+        expected = prepared(x)
+        finalized = quantizer.finalize(backend=ExportBackend.CoreAI)
+        assert torch.equal(finalized(x), expected)
+    scales = {name: value.dtype for name, value in finalized.state_dict().items() if name.endswith("scale")}
+    assert len(scales) >= 8
+    assert set(scales.values()) == {dtype}
+    exported = torch.export.export(finalized, (x,)).module()
+    with torch.no_grad():
+        assert torch.equal(exported(x), expected)
