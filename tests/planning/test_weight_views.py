@@ -46,6 +46,11 @@ VIEWS = {
     "first factor": ((6, 4), lambda x, w: (w @ x.T).T, 0),
     "cast": ((6, 4), lambda x, w: F.linear(x, w.double().float()), 0),
     "cast to what it is": ((6, 4), lambda x, w: F.linear(x, w.float()), 0),
+    "without an axis, and with it again": (
+        (4, 1, 3),
+        lambda x, w: F.conv1d(x[..., None].expand(3, 4, 3), w.squeeze(1).unsqueeze(1), groups=4),
+        0,
+    ),
     "cut in equal pieces": ((6, 4), lambda x, w: F.linear(x, w.chunk(2)[0]) + F.linear(x, w.chunk(2)[1]), 0),
     "cut in two": ((6, 4), lambda x, w: F.linear(x, w.split([2, 4])[1]), 0),
 }

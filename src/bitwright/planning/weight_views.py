@@ -61,7 +61,8 @@ def _view(op: Op, output: Value) -> StateView | None:
     kind = canonical_name(op.type)
     if kind in _CASTS and len(output.shape) == len(source.axes):
         return StateView(source.state, source.axes, source.is_cast)
-    axes = _axes_after(op, kind, source.axes)
+    resized = kind in ("squeeze", "unsqueeze")
+    axes = _axes_with_ones(op, kind, source) if resized else _axes_after(op, kind, source.axes)
     if axes is None or len(axes) != len(output.shape):
         return None
     return StateView(source.state, axes, False)
@@ -74,6 +75,20 @@ def _source(value: Value) -> StateView | None:
     if not state.is_parameter or not state.tensor.is_floating_point():
         return None
     return StateView(state, tuple(range(state.tensor.ndim)), True)
+
+
+def _axes_with_ones(op: Op, kind: str, source: StateView) -> tuple[int, ...] | None:
+    """Return the axes when one of size 1 goes or comes back; None where there is no such axis."""
+    dim, rank = op.literals.get("dim"), len(source.axes)
+    sizes = source.state.tensor.shape
+    if not isinstance(dim, int):
+        return None
+    if kind == "squeeze":
+        place = dim % rank
+        return None if sizes[source.axes[place]] != 1 else (*source.axes[:place], *source.axes[place + 1 :])
+    gone = next((axis for axis, size in enumerate(sizes) if size == 1 and axis not in source.axes), None)
+    place = dim % (rank + 1)
+    return None if gone is None else (*source.axes[:place], gone, *source.axes[place:])
 
 
 def _axes_after(op: Op, kind: str, axes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -42,6 +42,8 @@ _BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
     "stack": ("tensors", "dim"),
     "einsum": ("equation", "operands"),
     "softmax": ("input", "dim", "_stacklevel", "dtype"),
+    "squeeze": ("input", "dim"),
+    "unsqueeze": ("input", "dim"),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), ("input", "dim0", "dim1")),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
 }
