@@ -71,7 +71,9 @@ def claims_of(means: dict[str, dict[str, float]], claims: Mapping[str, tuple[str
 def keep(path: Path, task: str, seed: int, found: dict[str, dict[str, float]], claims: Mapping[str, Any]) -> None:
     """Enter the rows of one seed into the file, beside means over all seeds."""
     results = json.loads(path.read_text())["results"] if path.exists() else {}
-    entry = results.setdefault(task, {"steps": STEPS[task], "tuning_steps": TUNING, "by_seed": {}})
+    entry = results.get(task, {})
+    if entry.get("steps") != STEPS[task]:  # rows of another training would not compare
+        entry = results[task] = {"steps": STEPS[task], "tuning_steps": TUNING, "by_seed": {}}
     entry["date"] = date.today().isoformat()
     for name, row in found.items():
         entry["by_seed"].setdefault(name, {})[str(seed)] = row
