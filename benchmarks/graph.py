@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.graph [model ...]``; models are ``mlp50``, ``gpt6`` and the like (layers, blocks). With
 ``BITWRIGHT_PEER_PYTHON`` set the same is measured in coreai-opt's interpreter and printed beside it. Times are CPU
-seconds, so that other processes on the machine matter less; forwards are the least of five, in milliseconds.
+seconds on one thread, so that other processes on the machine matter less; forwards are the least of ten, in
+milliseconds. ``benchmarks/results/graph.json`` keeps the figures of all models.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+COLUMNS = ("export", "prepare", "added", "forward", "float", "switch", "finalize", "coreai")
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "graph.json"
 DEFAULT = ("mlp50", "mlp200", "mlp800", "gpt6", "gpt24", "gpt48")
 
 
@@ -57,11 +62,20 @@ def build(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return model.eval(), (torch.randint(0, 100, (2, 16)),)
 
 
-def measure(name: str, package: str) -> dict[str, float]:
-    """Return the second of two rounds, when everything is loaded."""
+def measure(name: str, package: str, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the figures of the first round in this process, and least, median and greatest of those after it."""
     quantization = importlib.import_module(f"{package}.quantization")
-    _round(name, quantization)
-    return _round(name, quantization)
+    first = _round(name, quantization)
+    rounds = [_round(name, quantization) for _ in range(repeats)]
+    return {
+        key: {
+            "first": first[key],
+            "minimum": min(r[key] for r in rounds),
+            "median": median(r[key] for r in rounds),
+            "maximum": max(r[key] for r in rounds),
+        }
+        for key in COLUMNS
+    }
 
 
 def _round(name: str, quantization: Any) -> dict[str, float]:
@@ -73,6 +87,7 @@ def _round(name: str, quantization: Any) -> dict[str, float]:
     prepared = quantizer._model
     with quantizer.calibration_mode():
         prepared(*inputs)
+    backends = importlib.import_module(f"{quantization.__name__.partition('.')[0]}.common").ExportBackend
     return {
         "export": export,
         "prepare": prepare,
@@ -80,7 +95,8 @@ def _round(name: str, quantization: Any) -> dict[str, float]:
         "forward": milliseconds(prepared, inputs),
         "float": milliseconds(model, inputs),
         "switch": cpu_seconds(lambda: (prepared.train(), prepared.eval())) * 1e3,
-        "finalize": cpu_seconds(lambda: quantizer.finalize(backend="_torch")),
+        "finalize": cpu_seconds(lambda: quantizer.finalize(backend=backends._TORCH)),
+        "coreai": cpu_seconds(lambda: quantizer.finalize(backend=backends.CoreAI)),
     }
 
 
@@ -93,44 +109,62 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def milliseconds(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
-    """Return the least wall-clock time of five forwards."""
+    """Return the least CPU time of ten forwards on one thread."""
     times = []
     with torch.no_grad():
-        for _ in range(6):
-            start = time.perf_counter()
+        for _ in range(11):
+            start = time.process_time()
             model(*inputs)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     return 1e3 * min(times[1:])
 
 
 def main(names: list[str]) -> None:
-    """Print one row for each model."""
+    """Print the rows of each model, and add them to the results."""
+    sys.path.insert(0, str(HERE.parent))
+    from benchmarks._measure import machine
+
     peer = os.environ.get("BITWRIGHT_PEER_PYTHON", "")
-    columns = ("export", "prepare", "added", "forward", "float", "switch", "finalize")
-    print(f"{'':8}{'':12}" + "".join(f"{column:>10}" for column in columns))
+    known = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    print(f"{'':8}{'':12}" + "".join(f"{column:>10}" for column in COLUMNS))
     for name in names:
-        rows = {"bitwright": measure(name, "bitwright")}
+        entry: dict[str, Any] = {"bitwright": _elsewhere(sys.executable, name, "bitwright", 3)}
         if peer:
-            call = [peer, str(Path(__file__)), "--peer", name]
-            answer = subprocess.run(call, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-            rows["coreai_opt"] = json.loads(answer)
-        for package, row in rows.items():
-            print(f"{name:8}{package:12}" + "".join(f"{row[column]:10.3f}" for column in columns), flush=True)
-        if peer:
-            ours, theirs = rows["bitwright"], rows["coreai_opt"]
-            print(
-                f"{'':20}prepare/export {ours['prepare'] / ours['export']:.2f} (peer "
-                f"{theirs['prepare'] / theirs['export']:.2f}), added {ours['added'] / theirs['added']:.3f} of the "
-                f"peer's, finalize {ours['finalize'] / theirs['finalize']:.2f}, forward "
-                f"{theirs['forward'] / ours['forward']:.1f} x faster",
-                flush=True,
-            )
+            entry["coreai_opt"] = _elsewhere(peer, name, "coreai_opt", 1)
+            entry["ratios"] = _ratios(entry["bitwright"], entry["coreai_opt"])
+        for package in ("bitwright", "coreai_opt"):
+            for row in ("first", "median") if package in entry else ():
+                figures = "".join(f"{entry[package][column][row]:10.3f}" for column in COLUMNS)
+                print(f"{name:8}{package + ' ' + row:20}{figures}", flush=True)
+        print("".join(f"  {key} {value:.3g}" for key, value in entry.get("ratios", {}).items()), flush=True)
+        known[name] = entry
+        RESULTS.write_text(json.dumps({"machine": machine(), "results": known}, indent=2) + "\n")
+
+
+def _elsewhere(interpreter: str, name: str, package: str, repeats: int) -> Any:
+    """Measure in a process of its own, so that the first round is the first one in it."""
+    call = [interpreter, str(Path(__file__).resolve()), "--one", name, package, str(repeats)]
+    return json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def _ratios(ours: Any, theirs: Any) -> dict[str, float]:
+    """Return the figures that are promised, by name."""
+    prepare, export = ours["prepare"], ours["export"]
+    return {
+        "prepare/export": prepare["median"] / export["median"],
+        "prepare/export of coreai_opt": theirs["prepare"]["median"] / theirs["export"]["median"],
+        "added, of coreai_opt's": ours["added"]["median"] / theirs["added"]["median"],
+        "added the first time, of coreai_opt's": ours["added"]["first"] / theirs["added"]["first"],
+        "finalize, of coreai_opt's": ours["finalize"]["median"] / theirs["finalize"]["median"],
+        "finalize for Core AI, of coreai_opt's": ours["coreai"]["median"] / theirs["coreai"]["median"],
+        "forward, times faster": theirs["forward"]["minimum"] / ours["forward"]["minimum"],
+    }
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if sys.argv[1:2] == ["--peer"]:
-        print(json.dumps(measure(sys.argv[2], "coreai_opt")))
+    if sys.argv[1:2] == ["--one"]:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        print(json.dumps(measure(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
     else:
         main(sys.argv[1:] or list(DEFAULT))

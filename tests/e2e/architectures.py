@@ -219,6 +219,94 @@ def _unet() -> Architecture:
     return Architecture(UNet(), (_image(16),), {})
 
 
+def _distilbert() -> Architecture:
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(vocab_size=99, dim=16, n_layers=2, n_heads=2, hidden_dim=24)
+    return Architecture(DistilBertForSequenceClassification(config), (_tokens(),), {})
+
+
+def _deberta_v2() -> Architecture:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        vocab_size=99, relative_attention=True, pos_att_type=["p2c", "c2p"], max_position_embeddings=32,
+        position_buckets=8, **_TRANSFORMER,
+    )  # fmt: skip
+    return Architecture(DebertaV2ForSequenceClassification(config), (_tokens(),), {})
+
+
+def _gpt_neo() -> Architecture:
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    config = GPTNeoConfig(
+        vocab_size=99, hidden_size=16, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=2,
+        intermediate_size=24, window_size=4, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return Architecture(GPTNeoForCausalLM(config), (_tokens(),), {})
+
+
+def _gemma2() -> Architecture:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=99, num_key_value_heads=1, head_dim=8, use_cache=False, sliding_window=4, **_TRANSFORMER
+    )
+    return Architecture(Gemma2ForCausalLM(config), (_tokens(),), {})
+
+
+def _qwen3_moe() -> Architecture:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=99, num_key_value_heads=1, head_dim=8, use_cache=False, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, **_TRANSFORMER,
+    )  # fmt: skip
+    return Architecture(Qwen3MoeForCausalLM(config), (_tokens(),), {})
+
+
+def _falcon() -> Architecture:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
+    return Architecture(FalconForCausalLM(config), (_tokens(),), {})
+
+
+def _mamba() -> Architecture:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
+    return Architecture(MambaForCausalLM(config), (_tokens(),), {})
+
+
+def _bart() -> Architecture:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return Architecture(BartForConditionalGeneration(config), (_tokens(),), {})
+
+
+def _siglip() -> Architecture:
+    from transformers import SiglipConfig, SiglipModel
+
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = SiglipConfig(
+        text_config={**tower, "vocab_size": 99, "max_position_embeddings": 8, "projection_size": 16},
+        vision_config={**tower, "image_size": 16, "patch_size": 8},
+    )
+    return Architecture(SiglipModel(config), (_tokens(),), {"pixel_values": _image(16)})
+
+
+def _convnext_v2() -> Architecture:
+    from transformers import ConvNextV2Config, ConvNextV2ForImageClassification
+
+    config = ConvNextV2Config(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=5)
+    return Architecture(ConvNextV2ForImageClassification(config), (_image(),), {})
+
+
 _BUILDERS: dict[str, Callable[[], Architecture]] = {
     "resnet": _resnet,
     "mobilenet_v2": _mobilenet,
@@ -235,6 +323,16 @@ _BUILDERS: dict[str, Callable[[], Architecture]] = {
     "whisper": _whisper,
     "t5": _t5,
     "unet": _unet,
+    "distilbert": _distilbert,
+    "deberta_v2": _deberta_v2,
+    "gpt_neo": _gpt_neo,
+    "gemma2": _gemma2,
+    "qwen3_moe": _qwen3_moe,
+    "falcon": _falcon,
+    "mamba": _mamba,
+    "bart": _bart,
+    "siglip": _siglip,
+    "convnext_v2": _convnext_v2,
 }
 
 NAMES = tuple(_BUILDERS)
