@@ -305,16 +305,20 @@ def main() -> None:
         return
     interpreter = os.environ.get("BITWRIGHT_PEER_PYTHON")
     peer = Worker(interpreter, HERE / "training.py", "--worker", "coreai_opt") if interpreter else None
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(report(row))
+        write_json(options.output, rows)
+
     for name in options.models:
-        rows.append(report(measure_frozen(name, options.repeats, options.threads, peer)))
+        keep(measure_frozen(name, options.repeats, options.threads, peer))
         for mode in MODES:
-            rows.append(report(measure_steps(name, mode, options.repeats, options.threads, peer)))
+            keep(measure_steps(name, mode, options.repeats, options.threads, peer))
             if not options.no_memory:
-                rows.append(report(measure_memory(name, mode, interpreter)))
+                keep(measure_memory(name, mode, interpreter))
     if peer is not None:
         peer.close()
-    write_json(options.output, rows)
 
 
 if __name__ == "__main__":
