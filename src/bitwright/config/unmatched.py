@@ -70,8 +70,9 @@ def state_names(modules: Iterable[nn.Module]) -> frozenset[str]:
     names: set[str] = set()
     for module in modules:
         names.update(module._parameters, module._buffers)
-        if "parametrizations" in module._modules:
-            names.update(module.parametrizations)
+        parametrizations = module._modules.get("parametrizations")
+        if isinstance(parametrizations, nn.ModuleDict):
+            names.update(parametrizations)
     return frozenset(names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ from bitwright.errors import ConfigMatchWarning, PlanError
 from .plan import Problem, Severity
 
 __all__ = ["report_problems"]
+
+_logger = logging.getLogger(__name__)
+_logger.addHandler(logging.NullHandler())
 
 
 def report_problems(problems: Sequence[Problem], strict: bool, stacklevel: int = 3) -> None:
@@ -28,4 +32,5 @@ def report_problems(problems: Sequence[Problem], strict: bool, stacklevel: int =
         listed = "\n".join(f"  {problem}" for problem in fatal)
         raise PlanError(f"The configuration cannot be applied; {len(fatal)} problem(s):\n{listed}", tuple(fatal))
     for problem in problems:
+        _logger.warning("%s", problem)  # for services that collect logs; the handler of its own is silent
         warnings.warn(str(problem), ConfigMatchWarning, stacklevel=stacklevel)

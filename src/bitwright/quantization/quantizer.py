@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _m
 from bitwright.common import ExportBackend
 from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.errors import ConfigMatchWarning, PlanError
-from bitwright.planning import Plan, Problem, Severity
+from bitwright.planning import Plan
+from bitwright.planning.report import report_problems
 
 from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
@@ -31,10 +30,6 @@ from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
 from .spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["Quantizer"]
-
-# Problems of a plan are warnings, and records for services that collect logs. The latter are not to be printed as well.
-_logger = logging.getLogger(__name__)
-_logger.addHandler(logging.NullHandler())
 
 
 class Quantizer(_Views, _BaseModelCompressor):
@@ -126,7 +121,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
             return self._model
         plan = self._engine.plan(example)
-        _report(plan.problems, strict)
+        report_problems(plan.problems, strict)
         self._model = self._engine.insert(example, plan)
         self._plan = plan
         rules = resolve_module_rules(self._config, self._engine.model)
@@ -423,13 +418,3 @@ def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
 def _rest(model: nn.Module) -> None:
     for simulator in _simulators(model):
         switch(simulator, observer=False, fake_quant=True)
-
-
-def _report(problems: list[Problem], strict: bool) -> None:
-    fatal = [problem for problem in problems if strict or problem.severity == Severity.ERROR]
-    if fatal:
-        listed = "\n".join(f"  {problem}" for problem in fatal)
-        raise PlanError(f"The configuration cannot be applied; {len(fatal)} problem(s):\n{listed}", tuple(fatal))
-    for problem in problems:
-        _logger.warning("%s", problem)
-        warnings.warn(f"{problem}", ConfigMatchWarning, stacklevel=3)
