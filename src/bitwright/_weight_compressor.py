@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from bitwright._utils.parametrization import parametrize_tensor
@@ -74,11 +73,6 @@ class WeightCompressor(_BaseModelCompressor):
     _technique: ClassVar[WeightTechnique]
 
     def __init__(self, model: nn.Module, config: Any = None) -> None:
-        if isinstance(model, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{type(self).__name__} cannot compress a TorchScript module ({type(model).__name__}): its weights "
-                "cannot be replaced. Compress the nn.Module that it was scripted or traced from."
-            )
         super().__init__(model, self._config_type() if config is None else config)
         if not isinstance(self._config, self._config_type):
             raise TypeError(

@@ -38,7 +38,7 @@ class _BaseModelCompressor(ABC):
         config: the compressor's configuration.
 
     Raises:
-        TypeError: ``model`` is no ``nn.Module``.
+        TypeError: ``model`` is no ``nn.Module``, or a TorchScript module.
     """
 
     _supported_modules: tuple[type[nn.Module], ...] = ()
@@ -47,6 +47,11 @@ class _BaseModelCompressor(ABC):
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} needs a torch.nn.Module as its model, got {type(model).__name__}: {model!r}."
+            )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{type(self).__name__} cannot compress a TorchScript module ({type(model).__name__}): its weights "
+                "cannot be replaced. Compress the nn.Module that it was scripted or traced from."
             )
         self._model = model
         self._config = config

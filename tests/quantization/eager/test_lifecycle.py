@@ -226,3 +226,10 @@ def test_zero_size_batches_and_nan_do_not_crash():
     with quantizer.calibration_mode():
         prepared(torch.zeros(0, 4))
     assert torch.isfinite(prepared(torch.randn(2, 4))).all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_scripted_modules_are_refused_by_name(mode):
+    """The remedy is the module that was scripted."""
+    with pytest.raises(TypeError, match=r"TorchScript module .*scripted or traced from"):
+        Quantizer(torch.jit.script(nn.Linear(2, 2)), QuantizerConfig(execution_mode=mode))
