@@ -299,6 +299,14 @@ def without_module_specs_of_shared(case: dict[str, Any], result: Any) -> Any:
     return {level: [[name, trimmed(name, fields)] for name, fields in found] for level, found in result.items()}
 
 
+def without_own_fields(result: Any) -> Any:
+    """Drop the fields that QATSchedule has beyond the peer's, where they are unset."""
+    if not isinstance(result, list):
+        return {key: without_own_fields(value) for key, value in result.items()} if isinstance(result, dict) else result
+    own = (["str:freeze_batch_norm", None], ["str:least_bits", None])
+    return [without_own_fields(entry) for entry in result if entry not in own]
+
+
 @pytest.mark.parametrize(
     "make",
     [resolve_case, construct_case, load_case, mutate_case, look_up_case, preset_case],
@@ -307,6 +315,7 @@ def without_module_specs_of_shared(case: dict[str, Any], result: Any) -> Any:
 def test_equal(make: Callable[[random.Random], dict[str, Any]], tmp_path: Path) -> None:
     """Same fields, same keys in the same order, same type of error."""
     cases, ours, theirs = run_both(tmp_path, make, CASES, seed=5)
+    ours = [without_own_fields(mine) for mine in ours]
     if make is resolve_case:
         ours = [without_module_specs_of_shared(case, mine) for case, mine in zip(cases, ours, strict=True)]
         theirs = [without_module_specs_of_shared(case, peers) for case, peers in zip(cases, theirs, strict=True)]
