@@ -90,7 +90,13 @@ def character_data(steps: int, seed: int = 0) -> dict[str, Any]:
     """Batches of 16 stretches of source text, and 128 stretches of the last tenth of it as test set."""
     names = ("argparse", "ast", "dataclasses", "datetime", "inspect", "tarfile", "typing", "unittest.mock", "zipfile")
     sources = [Path(str(importlib.import_module(name).__file__)).read_text() for name in names]
-    codes = torch.tensor([min(max(ord(c) - 31, 0), 96) for c in "\n".join(sources)])
+    return character_batches("\n".join(sources), steps, batch=16, test=128, seed=seed)
+
+
+def character_batches(text: str, steps: int, batch: int, test: int, seed: int) -> dict[str, Any]:
+    """Batches of stretches of a text, and ``test`` stretches of its last tenth."""
+    codes = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32).long()
+    codes = (codes - 31).clamp(0, 96)
     held_out = len(codes) // 10
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,7 +105,7 @@ def character_data(steps: int, seed: int = 0) -> dict[str, Any]:
         rows = torch.stack([text[s : s + CONTEXT + 1] for s in starts])
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    return {"batches": [draw(codes[:-held_out], 16) for _ in range(steps)], "test": draw(codes[-held_out:], 128)}
+    return {"batches": [draw(codes[:-held_out], batch) for _ in range(steps)], "test": draw(codes[-held_out:], test)}
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
