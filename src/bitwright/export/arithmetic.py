@@ -12,7 +12,7 @@ from bitwright.kernels.grid import block_view_shape
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from bitwright.quantization.spec.qparams_calculator import DynamicQParamsCalculator
 
-__all__ = ["ArithmeticActivation", "fits_arithmetic"]
+__all__ = ["ArithmeticActivation", "arithmetic_activation", "fits_arithmetic"]
 
 # Where FP4 magnitudes change, with the step up there; ties go to the even code, so every other bound belongs upwards.
 _FP4_BOUNDS = ((0.25, 0.5), (0.75, 0.5), (1.25, 0.5), (1.75, 0.5), (2.5, 1.0), (3.5, 1.0), (5.0, 2.0))
@@ -30,6 +30,27 @@ def fits_arithmetic(simulator: FakeQuantizeImplBase) -> bool:
     if not simulator.is_stateless:
         return True
     return type(calculator) is DynamicQParamsCalculator and calculator.scale_dtype is None
+
+
+def arithmetic_activation(name: str, simulator: FakeQuantizeImplBase, target: str) -> ArithmeticActivation | None:
+    """Return an activation's simulation as plain ops, or None for a custom class, whose own arithmetic is traced.
+
+    Args:
+        name: of the activation, for the message.
+        simulator: its simulator.
+        target: whose format is written, for the message.
+
+    Raises:
+        ValueError: its scales are powers of two and computed at run time.
+    """
+    if fits_arithmetic(simulator):
+        return ArithmeticActivation(simulator)
+    if simulator._is_fused():
+        raise ValueError(
+            f"Activation {name!r}: power-of-two scales that are computed at run time have no {target} form. Use a "
+            "static qparam_calculator_cls, or leave scale_dtype out."
+        )
+    return None
 
 
 class ArithmeticActivation(nn.Module):

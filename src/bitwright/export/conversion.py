@@ -1,4 +1,4 @@
-"""What writers of all targets share: finalized copies, and the errors and the noise of other people's converters."""
+"""What writers of all targets share: finalized copies, their capture, errors and noise of other people's converters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import copy
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,7 +17,7 @@ from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["ConversionError", "converting", "finalized_copy", "is_prepared_graph"]
+__all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph"]
 
 
 class ConversionError(BitwrightError, RuntimeError):
@@ -56,6 +57,27 @@ def _output_dropped() -> Iterator[None]:
 def _words(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400].rstrip(".") if lines else "no message"
+
+
+def captured(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> torch.export.ExportedProgram:
+    """Return the exported program of what is to be written.
+
+    Args:
+        model: in the form of its target.
+        example_inputs: positional inputs.
+        example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+
+    Raises:
+        ConversionError: torch.export cannot capture the model.
+    """
+    with converting("torch.export"):
+        return torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
 def is_prepared_graph(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 
-from .conversion import converting, finalized_copy
+from .conversion import captured, converting, finalized_copy
 from .extras import require
 
 __all__ = ["export_coreai", "run_coreai"]
@@ -53,10 +53,7 @@ def export_coreai(
         raise FileExistsError(f"{str(target)!r} exists already; give a path that does not.")
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     finalized = finalized_copy(model, ExportBackend.CoreAI)
-    with converting("torch.export"):
-        program = torch.export.export(
-            finalized, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes
-        )
+    program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     with converting("coreai-torch"):
         program = program.run_decompositions(coreai_torch.get_decomp_table())
         converter = coreai_torch.TorchConverter()

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.artifact import CompressedTensor, QuantizedActivation, QuantizedTensor
+from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.artifact.sites import activation_simulators
 from bitwright.quantization.spec import PerTensorGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .arithmetic import ArithmeticActivation, fits_arithmetic
-from .conversion import ConversionError, converting
+from .arithmetic import arithmetic_activation
+from .conversion import ConversionError, captured, converting
 from .coreai_activations import ActivationOperands, activation_operands
 from .extras import require
 from .lowering import lower
@@ -76,8 +76,7 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
     for number, (what, weight, partitioners) in enumerate(ways):
         try:
             lowered = lower(model, weight, activation).model.eval()
-            with converting("torch.export"):
-                program = torch.export.export(lowered, example_inputs)
+            program = captured(lowered, example_inputs)
             with converting("ExecuTorch"):
                 edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
                 target.write_bytes(edge.to_executorch().buffer)
@@ -204,22 +203,13 @@ def _dense(name: str, tensor: CompressedTensor[Any]) -> nn.Module:
 
 
 def _activation(name: str, simulator: FakeQuantizeImplBase, fused: bool) -> nn.Module | None:
-    if not simulator.is_stateless:
-        QuantizedActivation.from_simulator(simulator, name)
     if fused:
         return _Activation(activation_operands(simulator))
     if simulator.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(
             f"Activation {name!r}: ExecuTorch has no FP8 numbers; use an integer dtype or float4_e2m1fn for it."
         )
-    if fits_arithmetic(simulator):
-        return ArithmeticActivation(simulator)
-    if simulator._is_fused():
-        raise ValueError(
-            f"Activation {name!r}: power-of-two scales that are computed at run time have no ExecuTorch form. Use a "
-            "static qparam_calculator_cls, or leave scale_dtype out."
-        )
-    return None  # a custom class: its own arithmetic is traced
+    return arithmetic_activation(name, simulator, "ExecuTorch")
 
 
 def _runs_in_int8(simulator: FakeQuantizeImplBase) -> bool:

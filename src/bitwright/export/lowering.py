@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from bitwright._utils.kept_layouts import keep_layout
 from bitwright._utils.parametrization import clear_parametrization
-from bitwright.artifact import CompressedTensor, DenseTensor, compress_tensor
+from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -55,10 +55,11 @@ def lower(model: nn.Module, make_weight: MakeWeight, make_activation: MakeActiva
     Args:
         model: prepared in eager or graph mode, or a float model. Not changed.
         make_weight: makes the stand-in of a weight.
-        make_activation: makes the stand-in of an activation's simulator.
+        make_activation: makes the stand-in of an activation's simulator; only asked about those that are enabled.
 
     Raises:
-        ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
+            not calibrated.
     """
     if isinstance(model, fx.GraphModule) and is_prepared_graph(model):
         return _lower_graph(model, make_weight, make_activation)
@@ -87,7 +88,7 @@ def _lower_eager(twin: nn.Module, make_weight: MakeWeight, make_activation: Make
     replacements: dict[Any, nn.Module] = {}
     for path, simulator in activation_simulators(twin).items():
         if simulator not in replacements:
-            stand_in = nn.Identity() if simulator.is_disabled() else make_activation(path, simulator)
+            stand_in = _activation_stand_in(path, simulator, make_activation)
             if stand_in is not None:
                 replacements[simulator] = stand_in
                 lowered.activations[path] = simulator
@@ -114,13 +115,21 @@ def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation
             else:
                 _call_instead(twin, node, f"bitwright_weight_{number}")
     for node, simulator in found.activations:
-        stand_in = nn.Identity() if simulator.is_disabled() else make_activation(node.name, simulator)
+        stand_in = _activation_stand_in(node.name, simulator, make_activation)
         if stand_in is not None:
             lowered.activations[node.name] = simulator
             twin.add_module(f"bitwright_{node.name}", stand_in)
             _call_instead(twin, node, f"bitwright_{node.name}")
     clean_up(twin)
     return lowered
+
+
+def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase, make: MakeActivation) -> nn.Module | None:
+    if simulator.is_disabled():
+        return nn.Identity()
+    if not simulator.is_stateless:
+        QuantizedActivation.from_simulator(simulator, name)  # raises where it was not calibrated
+    return make(name, simulator)
 
 
 def _call_instead(module: fx.GraphModule, node: fx.Node, target: str) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.artifact import CompressedTensor, PackedTensor, QuantizedActivation
+from bitwright.artifact import CompressedTensor, PackedTensor
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import ArithmeticActivation, fits_arithmetic
-from .conversion import ConversionError, converting
+from .conversion import ConversionError, captured, converting
 from .lowering import lower
 
 __all__ = ["export_aot_inductor", "export_torch", "has_compiler", "packed_copy", "run_aot_inductor", "run_torch"]
@@ -63,13 +63,12 @@ def export_torch(
         ConversionError: torch.export cannot capture or write the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
-    packed, target = packed_copy(model), Path(path)
-    with converting("torch.export"):
-        program = torch.export.export(packed, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
-        program._example_inputs = None  # they are written too, and may be larger than the model
-        for node in program.graph.nodes:
-            for key in _TRACES:
-                node.meta.pop(key, None)
+    program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
+    program._example_inputs = None  # they are written too, and may be larger than the model
+    for node in program.graph.nodes:
+        for key in _TRACES:
+            node.meta.pop(key, None)
+    with converting("torch.export.save"):
         target.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(program, target)
     return target
@@ -112,9 +111,8 @@ def export_aot_inductor(
     """
     if not has_compiler():
         raise ConversionError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is there; install one.")
-    packed, target = packed_copy(model), Path(path)
+    program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
     with converting("AOTInductor"):
-        program = torch.export.export(packed, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
         target.parent.mkdir(parents=True, exist_ok=True)
         torch._inductor.aoti_compile_and_package(program, package_path=str(target.absolute()))
     return target
@@ -131,8 +129,6 @@ def _weight(name: str, tensor: CompressedTensor[Any]) -> nn.Module:
 
 
 def _activation(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:
-    if not simulator.is_stateless:
-        QuantizedActivation.from_simulator(simulator, name)
     return ArithmeticActivation(simulator) if fits_arithmetic(simulator) else None
 
 

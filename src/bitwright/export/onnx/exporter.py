@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bitwright.artifact import QuantizedActivation, QuantizedTensor
-from bitwright.export.arithmetic import ArithmeticActivation, fits_arithmetic
+from bitwright.artifact import QuantizedTensor
+from bitwright.export.arithmetic import arithmetic_activation
 from bitwright.export.conversion import converting
 from bitwright.export.extras import require
 from bitwright.export.lowering import LoweredModel, lower
@@ -99,18 +99,9 @@ def export_onnx(
 
 
 def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:
-    if not simulator.is_stateless:
-        QuantizedActivation.from_simulator(simulator, name)
     if has_nodes(simulator):
         return ActivationStandIn(name)
-    if fits_arithmetic(simulator):
-        return ArithmeticActivation(simulator)
-    if simulator._is_fused():
-        raise ValueError(
-            f"Activation {name!r}: power-of-two scales that are computed at run time have no ONNX form. Use a static "
-            "qparam_calculator_cls, or leave scale_dtype out."
-        )
-    return None  # a custom class: its own arithmetic is traced
+    return arithmetic_activation(name, simulator, "ONNX")
 
 
 def _needed_opset(lowered: LoweredModel) -> int:
