@@ -2,18 +2,28 @@
 
 In evaluation the layer computes with ``W' = W * s`` and ``b' = (b - mean) * s + beta``, where
 ``s = gamma / sqrt(var + eps)``, exactly as after finalization, when ``W'`` and ``b'`` are constants. In training the
-simulator still sees ``W'``, but the batch's own statistics count: the layer's output is divided by ``s`` and normalised
-(R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference", 2018, section 3.2.2).
+simulator still sees ``W'``, but the batch's own statistics count: the scale is taken out again and the output normalised
+(R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference", 2018, section 3.2.2). The layer is
+linear in each output channel's weight, so the simulated weight is divided by ``s``, not the output, which is larger.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["BiasFold", "FoldLayout", "OutputFold", "WeightFold", "is_recomputing", "updated_statistics"]
+__all__ = [
+    "BiasFold",
+    "FoldLayout",
+    "OutputFold",
+    "WeightFold",
+    "WeightUnfold",
+    "is_recomputing",
+    "updated_statistics",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +34,21 @@ class FoldLayout:
         eps: added to the variance.
         weight_shape: shape that the scale takes to be multiplied with the weight.
         split_shape: shape that the weight takes for that (grouped transposed convolutions), None for its own.
-        output_shape: shape that the scale takes against the layer's output.
     """
 
     eps: float
     weight_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
     split_shape: tuple[int, ...] | None = None
 
     @classmethod
-    def of_layer(cls, weight: torch.Size, transposed: bool, groups: int, eps: float, output_rank: int) -> FoldLayout:
+    def of_layer(cls, weight: torch.Size, transposed: bool, groups: int, eps: float) -> FoldLayout:
         """Return the layout for a weight of shape (out, in, ...), or (in, out / groups, ...) where ``transposed``."""
-        output_shape = (1, -1, *[1] * (output_rank - 2))
         if not transposed:
-            return cls(eps, (-1, *[1] * (len(weight) - 1)), output_shape)
+            return cls(eps, (-1, *[1] * (len(weight) - 1)))
         kernel = [1] * (len(weight) - 2)
         if groups == 1:
-            return cls(eps, (1, -1, *kernel), output_shape)
-        split = (groups, weight[0] // groups, *weight[1:])
-        return cls(eps, (groups, 1, weight[1], *kernel), output_shape, split)
+            return cls(eps, (1, -1, *kernel))
+        return cls(eps, (groups, 1, weight[1], *kernel), (groups, weight[0] // groups, *weight[1:]))
 
     def scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``s``, one number per channel."""
@@ -50,9 +56,21 @@ class FoldLayout:
         return 1.0 / deviation if gamma is None else gamma / deviation
 
     def divisible_scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
-        """Return ``s``, with ``1 / sqrt(var + eps)`` where gamma is 0: the output can be divided by it again."""
+        """Return ``s``, with ``1 / sqrt(var + eps)`` where gamma is 0: the weight can be divided by it again."""
         scale = self.scale(gamma, var)
         return scale if gamma is None else torch.where(scale == 0, self.scale(None, var), scale)
+
+    def apply(
+        self,
+        operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return ``operation`` of a weight and the scale of its output channels, in the weight's shape and dtype."""
+        scale = scale.reshape(self.weight_shape).to(weight.dtype)
+        if self.split_shape is None:
+            return operation(weight, scale)
+        return operation(weight.reshape(self.split_shape), scale).reshape(weight.shape)
 
 
 class _Fold(nn.Module):
@@ -83,13 +101,20 @@ class WeightFold(_Fold):
         self.target = target
 
     def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
-        """Return ``W'``, in training with the scale that the output is divided by later."""
+        """Return ``W'``, in training with a scale that it can be divided by later."""
         layout = self.layout
         scale = layout.divisible_scale(gamma, self._variance(var)) if self.training else layout.scale(gamma, var)
-        scale = scale.reshape(layout.weight_shape).to(weight.dtype)
-        if layout.split_shape is None:
-            return weight * scale
-        return (weight.reshape(layout.split_shape) * scale).reshape(weight.shape)
+        return layout.apply(torch.mul, weight, scale)
+
+
+class WeightUnfold(_Fold):
+    """Takes the scale out of a folded and simulated weight again, in training."""
+
+    def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
+        """Return the simulated ``W'``, in training divided by the scale."""
+        if not self.training:
+            return weight
+        return self.layout.apply(torch.div, weight, self.layout.divisible_scale(gamma, self._variance(var)))
 
 
 class BiasFold(_Fold):
@@ -112,46 +137,42 @@ class BiasFold(_Fold):
         mean: torch.Tensor,
         var: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return ``b'``; None in training, where the bias is added after the division by the scale."""
+        """Return ``b'``; in training the bias as it is."""
         if self.training:
-            return None
+            return bias
         shift = -mean if bias is None else bias - mean
         folded = shift * self.layout.scale(gamma, var)
         folded = folded if beta is None else folded + beta
         return folded.to(mean.dtype if bias is None else bias.dtype)
 
 
-class OutputFold(_Fold):
+class OutputFold(nn.Module):
     """What is left of a batch norm behind the layer that it is folded into.
 
     Args:
-        layout: where the scale lies.
+        eps: added to the variance.
         momentum: weight of the batch in the running statistics.
     """
 
-    def __init__(self, layout: FoldLayout, momentum: float) -> None:
-        super().__init__(layout)
+    def __init__(self, eps: float, momentum: float) -> None:
+        super().__init__()
+        self.eps = eps
         self.momentum = momentum
 
     def forward(
         self,
         y: torch.Tensor,
-        bias: torch.Tensor | None,
         gamma: torch.Tensor | None,
         beta: torch.Tensor | None,
         mean: torch.Tensor,
         var: torch.Tensor,
         batches: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``y``; in training undo the scale, add the layer's bias, and normalise by the batch."""
+        """Return ``y``, in training normalised by the batch."""
         if not self.training:
             return y
-        shape = self.layout.output_shape
-        y = y / self.layout.divisible_scale(gamma, self._variance(var)).reshape(shape).to(y.dtype)
-        if bias is not None:
-            y = y + bias.reshape(shape)
         mean, var = updated_statistics(mean, var, batches)
-        return nn.functional.batch_norm(y, mean, var, gamma, beta, True, self.momentum, self.layout.eps)
+        return nn.functional.batch_norm(y, mean, var, gamma, beta, True, self.momentum, self.eps)
 
 
 def is_recomputing() -> bool:

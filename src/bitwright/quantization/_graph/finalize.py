@@ -11,7 +11,7 @@ from bitwright._utils.module_copy import replicate_module
 from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .batch_norm import BiasFold, OutputFold, WeightFold
+from .batch_norm import BiasFold, OutputFold, WeightFold, WeightUnfold
 from .fold_insert import FOLDS
 
 __all__ = ["folded_copy"]
@@ -68,7 +68,7 @@ class _Folder:
             if isinstance(fold, WeightFold | BiasFold)
         }
         for node, fold in folds.items():
-            if isinstance(fold, OutputFold):
+            if isinstance(fold, OutputFold | WeightUnfold):
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
         for node, constant in constants.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from bitwright.planning.chains import Chain
 from bitwright.program.aten_names import aten_name, schema_names
 from bitwright.program.graph_module import TracedGraphModule
 
-from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, channels_of
+from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, channels_of
 from .mode_ops import batch_counter
 
-__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms"]
+__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "unfold_weights"]
 
 FOLDS = "batch_norm_folds"
 OP_NAME = "bitwright_op"
@@ -59,6 +59,21 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
             folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
     _name_as_pt2e_does(module, list(folds.values()))
     return folds
+
+
+def unfold_weights(module: TracedGraphModule, folds: Iterable[Fold]) -> None:
+    """Let layers read their folded weights, behind the simulators that stand on them now, without the scale."""
+    for fold in folds:
+        _, gamma, var = fold.weight.args
+        folding = module.get_submodule(str(fold.weight.target))
+        assert isinstance(folding, WeightFold)
+        number = int(str(fold.weight.target).split(".")[1])
+        read = _get_argument(fold.layer, "weight")
+        with module.graph.inserting_before(fold.layer):
+            call = _Caller(module, number, folding.training)
+            unfolded = call("unfold", WeightUnfold(folding.layout), (read, gamma, var), fold.layer)
+        unfolded.meta["val"] = read.meta.get("val")
+        _set_argument(fold.layer, "weight", unfolded)
 
 
 def _name_as_pt2e_does(module: TracedGraphModule, folds: Sequence[Fold]) -> None:
@@ -113,7 +128,7 @@ def _parts(module: TracedGraphModule, layer: fx.Node, norm: fx.Node) -> _Parts |
     rank = len(layer.meta["val"].shape)
     if rank != max(len(shape), 2) or channels_of(shape, transposed, groups) != channels:
         return None
-    layout = FoldLayout.of_layer(shape, transposed, groups, float(eps), rank)
+    layout = FoldLayout.of_layer(shape, transposed, groups, float(eps))
     return _Parts(weight, bias, gamma, beta, mean, var, float(momentum), bool(training), layout)
 
 
@@ -140,8 +155,8 @@ def _rewrite(module: TracedGraphModule, layer: fx.Node, norm: fx.Node, parts: _P
         bias = call("bias", BiasFold(parts.layout, bias_name), (parts.bias, *statistics), layer)
     weight.meta["val"], bias.meta["val"] = parts.weight.meta.get("val"), parts.mean.meta.get("val")
     with graph.inserting_before(norm):
-        fold = OutputFold(parts.layout, parts.momentum)
-        output = call("output", fold, (layer, parts.bias, *statistics, batches), norm)
+        fold = OutputFold(parts.layout.eps, parts.momentum)
+        output = call("output", fold, (layer, *statistics, batches), norm)
     _set_argument(layer, "weight", weight)
     _set_argument(layer, "bias", bias)
     norm.replace_all_uses_with(output)
@@ -152,7 +167,7 @@ def _rewrite(module: TracedGraphModule, layer: fx.Node, norm: fx.Node, parts: _P
 
 @dataclass(slots=True)
 class _Caller:
-    """Adds the three modules of one fold and the nodes that call them."""
+    """Adds the modules of one fold and the nodes that call them."""
 
     module: TracedGraphModule
     number: int
@@ -174,6 +189,13 @@ class _Caller:
         found = parent._modules[name]
         assert found is not None
         return found
+
+
+def _get_argument(node: fx.Node, name: str) -> fx.Node:
+    position = schema_names(node.target).index(name)
+    value = node.args[position] if position < len(node.args) else node.kwargs[name]
+    assert isinstance(value, fx.Node)
+    return value
 
 
 def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:

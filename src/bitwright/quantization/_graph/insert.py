@@ -16,7 +16,7 @@ from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .fold_insert import Fold, fold_batch_norms
+from .fold_insert import Fold, fold_batch_norms, unfold_weights
 from .mode_ops import install_mode_ops
 
 __all__ = ["SIMULATOR_PREFIX", "GraphInsertion"]
@@ -82,6 +82,7 @@ class GraphInsertion:
             for value in op.outputs:
                 if id(value) in self._producers:
                     self._insert_output(value, self._producers[id(value)])
+        unfold_weights(self.module, self._folds.values())
         install_mode_ops(self.module)
         self.module.recompile()
 
