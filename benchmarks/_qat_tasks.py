@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _models import Block
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,26 +31,6 @@ class CNN(nn.Module):
         x = F.relu(self.norm0(self.stem(x)))
         x = F.relu(self.norm2(self.point(F.relu(self.norm1(self.depth(x))))))
         return self.head(x.mean((2, 3)))
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            t.reshape(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class CharTransformer(nn.Module):

@@ -1,6 +1,6 @@
 """Graph mode: what prepare and finalize cost beside ``torch.export``, and how fast the prepared model runs.
 
-Run ``python -m benchmarks.graph [model ...]``; models are ``mlp50``, ``gpt6`` and the like (layers, blocks). With
+Run ``python benchmarks/graph.py [model ...]``; models are ``mlp50``, ``gpt6`` and the like (layers, blocks). With
 ``BITWRIGHT_PEER_PYTHON`` set the same is measured in coreai-opt's interpreter and printed beside it. Times are CPU
 seconds on one thread, so that other processes on the machine matter less; forwards are the least of ten, in
 milliseconds. ``benchmarks/results/graph.json`` keeps the figures of all models.
@@ -22,32 +22,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from _measure import machine
+from _models import Block
 from torch import nn
-from torch.nn import functional as F
 
 COLUMNS = ("export", "prepare", "added", "forward", "float", "switch", "finalize", "coreai")
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "graph.json"
 DEFAULT = ("mlp50", "mlp200", "mlp800", "gpt6", "gpt24", "gpt48")
-
-
-class Block(nn.Module):
-    """A block of a GPT."""
-
-    def __init__(self, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (p.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for p in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def build(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -57,7 +39,7 @@ def build(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     if kind == "mlp":
         layers = [layer for _ in range(count) for layer in (nn.Linear(64, 64), nn.ReLU())]
         return nn.Sequential(*layers).eval(), (torch.randn(4, 64),)
-    blocks = [Block() for _ in range(count)]
+    blocks = [Block(64, 4) for _ in range(count)]
     model = nn.Sequential(nn.Embedding(100, 64), *blocks, nn.LayerNorm(64), nn.Linear(64, 100))
     return model.eval(), (torch.randint(0, 100, (2, 16)),)
 
@@ -121,9 +103,6 @@ def milliseconds(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
 
 def main(names: list[str]) -> None:
     """Print the rows of each model, and add them to the results."""
-    sys.path.insert(0, str(HERE.parent))
-    from benchmarks._measure import machine
-
     peer = os.environ.get("BITWRIGHT_PEER_PYTHON", "")
     known = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
     print(f"{'':8}{'':12}" + "".join(f"{column:>10}" for column in COLUMNS))

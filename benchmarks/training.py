@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from _measure import Side, Worker, alternate, ratio, write_json
+from _models import Block
 from torch import nn
 from torch.nn import functional as F
 
@@ -59,25 +60,6 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x).mean((2, 3)))
-
-
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, normalised before."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (p.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for p in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
