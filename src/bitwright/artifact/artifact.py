@@ -19,7 +19,7 @@ from .sites import WeightSite, activation_simulators, dense_state, weight_sites
 from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, read_activations
 from .tensors import CompressedTensor, DenseTensor
 
-__all__ = ["Artifact"]
+__all__ = ["Artifact", "make_empty_directory"]
 
 
 class Artifact(Mapping[str, CompressedTensor[Any]]):

@@ -19,10 +19,12 @@ from bitwright.kernels import Grid, block_counts
 __all__ = [
     "ActivationLayout",
     "DenseLayout",
+    "FloatName",
     "Layout",
     "PalettizedLayout",
     "PartShape",
     "QuantizedLayout",
+    "ScaleName",
     "TensorLayout",
     "dtype_name",
     "dtype_of",

@@ -16,7 +16,18 @@ from bitwright._about import __version__
 from .errors import ArtifactError
 from .layouts import ActivationLayout, Layout, _Schema
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "read_manifest", "write_manifest"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "StoredActivation",
+    "StoredTensor",
+    "library_versions",
+    "read_manifest",
+    "write_manifest",
+]
 
 FORMAT = "bitwright-artifact"
 FORMAT_VERSION = 1

@@ -15,7 +15,7 @@ from .compress import compress_tensor
 from .sites import weight_sites
 from .tensors import CompressedTensor, build_tensor
 
-__all__ = ["PackedTensor", "pack_model", "pack_tensor"]
+__all__ = ["PackedTensor", "pack_model", "pack_tensor", "replace_weight"]
 
 
 class PackedTensor(nn.Module):

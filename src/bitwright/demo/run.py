@@ -18,7 +18,7 @@ from .digits import Digits, load_digits
 from .network import DigitsCNN, accuracy, train
 from .recipes import RECIPES
 
-__all__ = ["DemoResult", "DemoRow", "run_demo"]
+__all__ = ["DemoResult", "DemoRow", "run_demo", "sqnr_db"]
 
 
 @dataclass(frozen=True, slots=True)

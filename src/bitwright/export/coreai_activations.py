@@ -15,7 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_weights import coreai_layers
 
-__all__ = ["ActivationOperands", "ClampToRange", "activation_operands", "coreai_activation"]
+__all__ = ["ActivationOperands", "ClampToRange", "activation_operands", "along", "coreai_activation"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .coreai_activations import coreai_activation
 from .coreai_weights import coreai_layers, coreai_weight, unsupported_weight
 from .mapped import MappedFiles
 
-__all__ = ["finalize_eager"]
+__all__ = ["finalize_eager", "place_weight", "replace_modules"]
 
 
 def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str | None = None) -> nn.Module:

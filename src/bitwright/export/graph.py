@@ -23,7 +23,16 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .mapped import MappedFiles
 
-__all__ = ["GraphSimulators", "UnsupportedActivationError", "UnsupportedWeightError", "finalize_graph"]
+__all__ = [
+    "GraphSimulators",
+    "UnsupportedActivationError",
+    "UnsupportedWeightError",
+    "clean_up",
+    "compressed",
+    "finalize_graph",
+    "simulator_of",
+    "state_of",
+]
 
 
 class UnsupportedActivationError(ValueError, RuntimeError):

@@ -18,7 +18,15 @@ from ._sizes import stored_sizes
 from .diagnostics import Finding
 from .report import FidelityReport
 
-__all__ = ["check_bounds", "check_layers", "check_parameters", "check_sizes", "check_statistics", "finding_layers"]
+__all__ = [
+    "PeakWatch",
+    "check_bounds",
+    "check_layers",
+    "check_parameters",
+    "check_sizes",
+    "check_statistics",
+    "finding_layers",
+]
 
 _FEW_SAMPLES = 4
 _OUTLIER = 8.0

@@ -10,7 +10,7 @@ from torch import fx
 
 from ._probe import Inputs
 
-__all__ = ["GraphRun", "evaluate"]
+__all__ = ["GraphRun", "attribute", "evaluate"]
 
 _LIMIT = 400
 

@@ -15,7 +15,17 @@ from torch.utils._pytree import tree_leaves
 from bitwright._utils.call_frames import thread_frames
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["ComparedWeight", "Inputs", "LayerHook", "LayerSite", "PairProbe", "float_tensors", "outside_frames"]
+__all__ = [
+    "ComparedWeight",
+    "Inputs",
+    "LayerHook",
+    "LayerSite",
+    "PairProbe",
+    "float_tensors",
+    "is_plain",
+    "kind_axis",
+    "outside_frames",
+]
 
 LayerHook: TypeAlias = Callable[["LayerSite", Any, Any, Any], None]
 """Called with a layer and its outputs: of the float model, of the compressed layer on the float model's inputs (None if

@@ -19,7 +19,18 @@ from bitwright.formats.rounding import round_to_format
 
 from .grid import Grid, block_view_shape
 
-__all__ = ["choose_qparams", "dequantize", "fake_quantize", "inside_range", "min_max", "quantize"]
+__all__ = [
+    "check_fit",
+    "check_running",
+    "choose_qparams",
+    "dequantize",
+    "fake_quantize",
+    "inside_range",
+    "is_state",
+    "min_max",
+    "moving_average",
+    "quantize",
+]
 
 _EPS = torch.finfo(torch.float32).eps
 _INT32_MIN = -2147483648.0

@@ -23,7 +23,7 @@ from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
 from .weight_views import link_views
 
-__all__ = ["plan_eager_quantization"]
+__all__ = ["PlanBuilder", "plan_eager_quantization"]
 
 
 def plan_eager_quantization(

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Argument", "ModuleCall", "Op", "Program", "StateTensor", "StateView", "Value", "ValueKind"]
+__all__ = [
+    "Argument",
+    "ModuleCall",
+    "Op",
+    "Program",
+    "StateTensor",
+    "StateView",
+    "Value",
+    "ValueKind",
+    "collect_states",
+]
 
 _QUANTIZABLE_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from bitwright.program import Op, Program, Value
 
-__all__ = ["ChannelAnalysis", "Reader", "Space", "Tensor"]
+__all__ = ["CONVS", "TRANSPOSED", "ChannelAnalysis", "Reader", "Space", "Tensor"]
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -13,7 +13,7 @@ import torch
 
 from bitwright.pruning.spec.scheme import keep_largest
 
-__all__ = ["InverseFactor", "compensate", "group_rule", "sparsity_rule"]
+__all__ = ["InverseFactor", "MaskRule", "compensate", "group_rule", "sparsity_rule"]
 
 _BLOCK = 128
 _DAMPING = 0.01

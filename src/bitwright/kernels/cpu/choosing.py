@@ -26,7 +26,7 @@ from .mapping import FAKE, map_rows
 from .ranges import join_parts, keys_of, range_of_keys, range_of_row
 from .walking import element_bytes, first_part, next_part, vector_room
 
-__all__ = ["FEW", "choose_part", "finish", "observe_rows"]
+__all__ = ["FEW", "choose_block", "choose_part", "finish", "observe_rows", "track"]
 
 # Number of blocks whose keys ``finish`` keeps on the stack.
 FEW = 64

@@ -27,7 +27,15 @@ from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import HIGHEST, LOWEST, accumulate, extremes
 from .threads import part_count, run_parts, thread_count
 
-__all__ = ["choose_qparams", "dequantize", "fake_quantize", "min_max", "observe_and_fake_quantize", "quantize"]
+__all__ = [
+    "apply_mask",
+    "choose_qparams",
+    "dequantize",
+    "fake_quantize",
+    "min_max",
+    "observe_and_fake_quantize",
+    "quantize",
+]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 

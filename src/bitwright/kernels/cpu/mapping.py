@@ -31,7 +31,20 @@ from .lanes import (
 )
 from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, staged, vector_room
 
-__all__ = ["CODES", "FAKE", "VALUES", "last_step", "map_flat", "map_part", "map_rows", "mask_part", "spread", "step"]
+__all__ = [
+    "CODES",
+    "FAKE",
+    "TILE",
+    "VALUES",
+    "last_step",
+    "map_flat",
+    "map_part",
+    "map_rows",
+    "mask_part",
+    "spread",
+    "step",
+    "tile_room",
+]
 
 FAKE, CODES, VALUES = 0, 1, 2
 TILE = 32 * LANES

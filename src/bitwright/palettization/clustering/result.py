@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ClusterResult"]
+__all__ = ["ClusterResult", "moved_to"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SensitivityStatistics"]
+__all__ = ["CalibrationHelper", "SensitivityStatistics", "load_sensitivities", "save_sensitivities"]
 
 _SCALE = 100.0
 _SMALLEST = 1e-12

@@ -21,6 +21,7 @@ __all__ = [
     "OutputFold",
     "WeightFold",
     "WeightUnfold",
+    "channels_of",
     "is_recomputing",
     "updated_statistics",
 ]

@@ -18,7 +18,7 @@ from bitwright.program.graph_module import TracedGraphModule
 
 from .batch_norm import updated_statistics
 
-__all__ = ["AttentionOp", "BatchNormOp", "ModeOp", "install_mode_ops"]
+__all__ = ["AttentionOp", "BatchNormOp", "ModeOp", "batch_counter", "install_mode_ops"]
 
 CONTAINER = "training_ops"
 

@@ -18,7 +18,7 @@ from bitwright.kernels.dispatch import note_codes, ready_call, undisturbed
 from ._one_pass import tracks_in_place
 from ._weight_memory import WeightMemory
 
-__all__ = ["Shortcut", "observing", "quantizing", "remembering"]
+__all__ = ["Call", "Shortcut", "observing", "quantizing", "remembering"]
 
 # Takes the simulator and the tensor.
 Call = Callable[[Any, torch.Tensor], torch.Tensor | None]
