@@ -82,17 +82,25 @@ class WeightCompressor(_BaseModelCompressor):
         self._plan: Plan | None = None
         self._rules: ModuleRules
 
-    def plan(self, example_inputs: tuple[Any, ...] = (), *, example_kwargs: Mapping[str, Any] | None = None) -> Plan:
+    def plan(
+        self,
+        example_inputs: tuple[Any, ...] = (),
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        target: str | None = None,
+    ) -> Plan:
         """Return what ``prepare`` would do, with every problem; the model is not changed.
 
         Args:
             example_inputs: positional inputs of the model.
             example_kwargs: keyword inputs of the model.
+            target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Raises:
             RuntimeError: the model's forward raised.
+            KeyError: there is no such target.
         """
-        return self._plan_for(self._trace(example_inputs, example_kwargs))
+        return self._checked_for(target, self._plan_for(self._trace(example_inputs, example_kwargs)))
 
     def _trace(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> WeightProgram:
         if not isinstance(example_inputs, tuple):
@@ -106,13 +114,13 @@ class WeightCompressor(_BaseModelCompressor):
         return plan_weights(self._config, self._model, traced, self._technique)
 
     def _insert_planned(
-        self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, strict: bool
+        self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, strict: bool, target: str | None
     ) -> InsertedSimulators:
         """Plan, report, insert and initialise; on an error the model is as it was."""
         self._refuse_prepared()
         self._rules = resolve_module_rules(self._config, self._model)
         traced = self._trace(example_inputs, example_kwargs)
-        plan = self._plan_for(traced)
+        plan = self._checked_for(target, self._plan_for(traced))
         self._report(plan, strict)
         self._refuse_without_data(plan)
         inserted = InsertedSimulators(self._model)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.common import ExportBackend
+from bitwright.planning import Plan
 
 __all__: list[str] = []
 
@@ -112,6 +113,15 @@ class _BaseModelCompressor(ABC):
             raise RuntimeError(
                 f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
             )
+
+    @staticmethod
+    def _checked_for(target: str | None, plan: Plan) -> Plan:
+        """Add what a target cannot hold to the problems of a plan."""
+        if target is not None:
+            from bitwright.export.capabilities import check_plan
+
+            plan.problems.extend(check_plan(plan, target))
+        return plan
 
     @contextmanager
     def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:

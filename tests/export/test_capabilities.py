@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.errors import PlanError
 from bitwright.export.capabilities import Form, capabilities, check_plan, weight_support
 from bitwright.export.samples import SAMPLES, _prepared, sample_weight
 from bitwright.export.targets import TARGETS
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
 from bitwright.planning import Severity
-from bitwright.pruning import PruningSpec
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 
 from .models import W8, Mlp, blocks, built, prepared, sqnr
@@ -107,6 +114,40 @@ def test_plans_say_what_a_target_lacks(mode):
     assert len(check_plan(plan, "gguf")) == len([row for row in plan if row.kind == "activation" and row.spec])
 
 
+def _compressors(spec):
+    where = {"op_state_spec": {"weight": spec}}
+    if isinstance(spec, PruningSpec):
+        return MagnitudePruner, MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(**where))
+    if isinstance(spec, PalettizationSpec):
+        return KMeansPalettizer, KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(**where))
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, **where)
+    return Quantizer, QuantizerConfig(global_config=module, execution_mode="eager")
+
+
+@pytest.mark.parametrize(
+    ("spec", "lacking"),
+    [
+        (QuantizationSpec(dtype="int2"), "coreml"),
+        (PalettizationSpec(n_bits=3), "compressed-tensors"),
+        (PruningSpec(target_sparsity=0.5), "gguf"),
+    ],
+)
+def test_compressors_plan_and_prepare_for_a_target(spec, lacking):
+    """What the target lacks is among the problems of the plan, and stops ``prepare`` before the model is touched."""
+    kind, config = _compressors(spec)
+    model, x = built(Mlp)
+    compressor = kind(model, config)
+    assert compressor.plan((x,), target="torch").problems == compressor.plan((x,)).problems
+    refused = compressor.plan((x,), target=lacking).problems
+    assert [problem.where for problem in refused if problem.code == "target"] == ["up.weight", "down.weight"]
+    with pytest.raises(PlanError, match=r"up\.weight: \S.* cannot hold it"):
+        compressor.prepare((x,), target=lacking)
+    assert type(model.up) is nn.Linear
+    assert compressor.prepare((x,), target="torch") is model
+
+
 def test_an_unknown_target():
     with pytest.raises(KeyError):
         check_plan(_plan(W8), "tpu")
+    with pytest.raises(KeyError, match="There is no target 'tpu'"):
+        Quantizer(built(Mlp)[0], QuantizerConfig()).plan((torch.zeros(1, 64),), target="tpu")

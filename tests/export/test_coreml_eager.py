@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.quantization import QuantizationSpec
@@ -86,6 +87,22 @@ def test_tied_weights_stay_tied_and_all_owners_have_metadata():
     assert final.embed.weight is final.head.weight
     assert type(final.head).__name__ == "Linear"
     assert _metadata(final, "embed._COREML_/weight/").keys() == _metadata(final, "head._COREML_/weight/").keys()
+    assert torch.equal(final(x), y)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_tied_weights_of_graphs_stay_tied(spare):
+    """No dense copy stays under the other names of a weight, whether the forward reads them or not."""
+    model, x = built(Tied)
+    if spare:
+        model.head.weight, model.spare = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16, bias=False)
+        model.spare.weight = model.embed.weight
+    quantizer, ready = prepared(model, x, W8, mode="graph")
+    y, dense = ready(x), ready.embed.weight.clone()
+    final = quantizer.finalize(backend="coreml")
+    assert final.embed.weight is (final.spare if spare else final.head).weight
+    assert not torch.equal(final.embed.weight, dense)
+    assert torch.equal(ready.embed.weight, dense)
     assert torch.equal(final(x), y)
 
 

@@ -18,7 +18,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import fits_arithmetic
 from .samples import SAMPLES, sample_weight
-from .targets import TARGETS
+from .targets import TARGETS, target_named
 
 __all__ = ["Capability", "Form", "Support", "activation_support", "capabilities", "check_plan", "weight_support"]
 
@@ -105,7 +105,7 @@ def check_plan(plan: Plan, target: str) -> list[Problem]:
     Raises:
         KeyError: there is no such target.
     """
-    title = TARGETS[target].title
+    title = target_named(target).title
     problems = []
     for row in plan:
         if row.spec is None:

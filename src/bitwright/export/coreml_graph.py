@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx, nn
 
 from .coreml import check_activation, coreml_activation
 from .coreml_weights import check_weight, mark_root, mark_weight, stays_dense
-from .graph import GraphSimulators, compressed
+from .graph import GraphSimulators, compressed, parameter_names, state_of
 
 __all__ = ["ACTIVATION_PREFIX", "finalize_graph_coreml"]
 
@@ -28,7 +30,8 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
     for weight, tensor in zip(found.weights, tensors, strict=True):
         check_weight(tensor, weight.target)
     rounded: set[str] = set()
-    for weight, tensor in zip(found.weights, tensors, strict=True):
+    names_of, originals = parameter_names(module), [state_of(module, weight.target) for weight in found.weights]
+    for weight, tensor, dense in zip(found.weights, tensors, originals, strict=True):
         path, _, name = weight.target.rpartition(".")
         owner = module.get_submodule(path)
         everywhere = all(
@@ -42,6 +45,7 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
             target = f"{path}.{name}" if path else name
         rounded.add(target)
         _store(owner, name, tensor.decode())
+        _tie(module, target, names_of.get(id(dense), []))
         if any(_is_recurrent(module, user) for node in weight.nodes for user in node.users):
             stays_dense(weight.target)
         else:
@@ -75,6 +79,18 @@ def _store(owner: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._buffers[name] = value
     else:
         owner._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def _tie(module: fx.GraphModule, target: str, names: Sequence[str]) -> None:
+    """Give a rounded weight to the other names of the dense one: those that nobody reads, or that hold the same."""
+    value = state_of(module, target)
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        held = owner._parameters[attribute]
+        read = any(node.users for node in module.graph.find_nodes(op="get_attr", target=name))
+        if not read or (held is not None and held.shape == value.shape and torch.equal(held, value)):
+            owner._parameters[attribute] = value  # type: ignore[assignment]
 
 
 def _free_name(owner: nn.Module, name: str) -> str:

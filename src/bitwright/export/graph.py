@@ -30,6 +30,7 @@ __all__ = [
     "clean_up",
     "compressed",
     "finalize_graph",
+    "parameter_names",
     "simulator_of",
     "state_of",
 ]
@@ -108,6 +109,14 @@ def state_of(module: nn.Module, target: str) -> torch.Tensor:
     path, _, name = target.rpartition(".")
     tensor: torch.Tensor = getattr(module.get_submodule(path), name)
     return tensor
+
+
+def parameter_names(module: nn.Module) -> dict[int, list[str]]:
+    """Return all names of every parameter, by its id."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return names_of
 
 
 def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_dir: str | None = None) -> fx.GraphModule:
@@ -230,9 +239,7 @@ def clean_up(module: fx.GraphModule) -> None:
     """Remove what nobody calls any more; dense weights that nobody reads become empty placeholders."""
     graph = module.graph
     simulators = {name for name, child in module._modules.items() if isinstance(child, CompressionSimulatorBase)}
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+    names_of = parameter_names(module)
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.op == "get_attr" or node.target in simulators):
             if node.op == "get_attr":

@@ -64,6 +64,7 @@ class MagnitudePruner(WeightCompressor):
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
+        target: str | None = None,
     ) -> nn.Module:
         """Put masks on the weights, in place. Create optimizers afterwards.
 
@@ -74,12 +75,13 @@ class MagnitudePruner(WeightCompressor):
             example_inputs: positional inputs of the model.
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
+            target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
             RuntimeError: the model is pruned already, or its forward raised.
         """
-        self._insert_planned(example_inputs, example_kwargs, strict)
+        self._insert_planned(example_inputs, example_kwargs, strict, target)
         return self._model
 
     def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> PruneImplBase:

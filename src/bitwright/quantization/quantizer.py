@@ -75,6 +75,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         export_with_no_grad: bool = True,
         *,
         example_kwargs: Mapping[str, Any] | None = None,
+        target: str | None = None,
     ) -> Plan:
         """Return what ``prepare`` would do, with every problem; the model is not changed.
 
@@ -83,9 +84,13 @@ class Quantizer(_Views, _BaseModelCompressor):
             dynamic_shapes: passed on to ``torch.export`` (graph mode).
             export_with_no_grad: export under ``no_grad`` (graph mode).
             example_kwargs: keyword inputs of the model.
+            target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
+
+        Raises:
+            KeyError: there is no such target.
         """
         example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
-        return self._engine.plan(example)
+        return self._checked_for(target, self._engine.plan(example))
 
     def prepare(
         self,
@@ -95,6 +100,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
+        target: str | None = None,
     ) -> nn.Module:
         """Insert simulators; observers are off and fake quantization is on afterwards.
 
@@ -106,6 +112,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             export_with_no_grad: export under ``no_grad`` (graph mode).
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
+            target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Returns:
             The prepared model: the user's own module in eager mode, a new ``GraphModule`` in graph mode.
@@ -120,7 +127,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 raise RuntimeError("Model has already been prepared. Build a new Quantizer on the float model.")
             warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
             return self._model
-        plan = self._engine.plan(example)
+        plan = self._checked_for(target, self._engine.plan(example))
         report_problems(plan.problems, strict)
         self._model = self._engine.insert(example, plan)
         self._plan = plan

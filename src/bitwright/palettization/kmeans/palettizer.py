@@ -81,6 +81,7 @@ class KMeansPalettizer(WeightCompressor):
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
+        target: str | None = None,
     ) -> nn.Module:
         """Find palettes for the weights and put them in their place. Create optimizers afterwards.
 
@@ -92,6 +93,7 @@ class KMeansPalettizer(WeightCompressor):
             num_workers: accepted for code written for coreai-opt; each weight is clustered by all of torch's threads.
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
+            target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
@@ -103,7 +105,7 @@ class KMeansPalettizer(WeightCompressor):
         self._refuse_prepared()
         self._num_workers = num_workers
         self._given = None if sensitivity_path is None else load_sensitivities(Path(sensitivity_path))
-        self._insert_planned(example_inputs, example_kwargs, strict)
+        self._insert_planned(example_inputs, example_kwargs, strict, target)
         self._schedules = self._schedules_by_weight()
         return self._model
 

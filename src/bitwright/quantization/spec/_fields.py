@@ -13,8 +13,9 @@ from pydantic_core import CoreSchema, core_schema
 from bitwright._utils.registry_utils import ClassRegistryMixin
 from bitwright.formats import format_names
 
-__all__ = ["DtypeField", "RegisteredClass", "dtype_name", "dtype_named"]
+__all__ = ["DtypeField", "RegisteredClass", "ScaleDtypeField", "dtype_name", "dtype_named"]
 
+_SCALES = ("float8_e8m0fnu", "float8_e8m0")
 _ALIASES = {
     "float4_e2m1fn": torch.float4_e2m1fn_x2,
     "float8_e4m3": torch.float8_e4m3fn,
@@ -46,7 +47,7 @@ def _nearest(name: str) -> list[str]:
     plain = name.removeprefix("torch.").lower()
     plain = f"float{plain[2:]}" if plain.startswith("fp") else plain
     # e8m0 is a format of scales: propose it to those only who begin to write it
-    names = [known for known in (*format_names(), *_ALIASES) if "e8m0" not in known or "e8" in plain]
+    names = [known for known in (*format_names(), *_ALIASES) if known not in _SCALES or "e8" in plain]
     family = [known for known in format_names() if known in names and known.startswith(plain)]
     return family if 0 < len(family) < 4 else get_close_matches(plain, names, n=1)
 
@@ -55,8 +56,14 @@ DtypeField = Annotated[
     torch.dtype,
     BeforeValidator(lambda data: dtype_named(data) if isinstance(data, str) else data),
     PlainSerializer(dtype_name, when_used="json"),
-    WithJsonSchema({"type": "string", "enum": [*format_names(), *_ALIASES]}),
+    WithJsonSchema(
+        {"type": "string", "enum": [name for name in (*format_names(), *_ALIASES) if name not in _SCALES]}
+    ),
 ]
+"""The dtype of a tensor's numbers."""
+
+ScaleDtypeField = Annotated[DtypeField, WithJsonSchema({"type": "string", "enum": [*_SCALES]})]
+"""The dtype of scales."""
 
 
 class RegisteredClass:

@@ -12,7 +12,7 @@ from bitwright.common import CompressionType
 from bitwright.config.spec import CompressionSpec
 from bitwright.formats import format_of, quant_range, storage_dtype
 
-from ._fields import DtypeField, RegisteredClass, dtype_named
+from ._fields import DtypeField, RegisteredClass, ScaleDtypeField, dtype_named
 from .fake_quantize import FakeQuantizeImplBase
 from .granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
 from .qformulation import QuantizationFormulation
@@ -75,7 +75,7 @@ class QuantizationSpec(CompressionSpec):
         default="minmax", validate_default=True
     )
     float_range: list[float | None] = Field(default=[None, None])
-    scale_dtype: DtypeField | None = None
+    scale_dtype: ScaleDtypeField | None = None
     averaging_constant: float | None = Field(default=None, gt=0, le=1)
 
     _compression_type: CompressionType = PrivateAttr(default=CompressionType.QUANTIZATION)
