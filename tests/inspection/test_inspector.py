@@ -135,6 +135,14 @@ def test_an_invalid_expression_is_named() -> None:
         inspector.get_matched_ops_for_module_name("(")
 
 
+def test_modules_that_are_not_there_are_answered_with_the_nearest() -> None:
+    """A path that no module has is an error that proposes the paths most like it."""
+    root = ModelInspector(Net().eval(), INPUTS, "eager").summary.model
+    assert root.get_submodule("block.conv").module_type == "torch.nn.modules.conv.Conv2d"
+    with pytest.raises(KeyError, match=r"No module 'blok.conv' below '<root>'. Did you mean 'block.conv'"):
+        root.get_submodule("blok.conv")
+
+
 def test_op_names_cannot_be_changed() -> None:
     """Ops are equal and hashed by name, so the name is fixed."""
     op = OpInfo("a", "add", (), (), (), {}, False)

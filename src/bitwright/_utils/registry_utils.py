@@ -87,7 +87,9 @@ class ClassRegistryMixin(RegistryMixin):
         for key, value in cls.REGISTRY.items():
             if value is registered:
                 return key
-        raise ValueError(f"{registered!r} is not registered in {cls.__name__}.")
+        raise ValueError(
+            f"{registered!r} is not registered in {cls.__name__}; decorate it with @{cls.__name__}.register."
+        )
 
     @classmethod
     def resolve(cls, data: str | type) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,7 +196,9 @@ class ModuleInfo:
         for module in self.modules():
             if module.module_name == module_name:
                 return module
-        raise KeyError(f"No module {module_name!r} below {self.module_name or '<root>'!r}.")
+        near = difflib.get_close_matches(module_name, [module.module_name for module in self.modules()], n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise KeyError(f"No module {module_name!r} below {self.module_name or '<root>'!r}.{hint}")
 
     def all_ops(self) -> list[OpInfo]:
         """Return the ops of this module and of all below it, in order of execution."""

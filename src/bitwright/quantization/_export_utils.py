@@ -93,4 +93,7 @@ def canonicalize_qparam_shape(qparam: torch.Tensor, granularity: QuantizationGra
         return qparam.reshape(())
     if isinstance(granularity, PerChannelGranularity):
         return qparam.reshape(-1)
-    raise ValueError(f"{type(granularity).__name__} has no 0-D or 1-D parameters.")
+    raise ValueError(
+        f"The parameters of {type(granularity).__name__} are neither 0-D nor 1-D; Core AI's quantize ops take "
+        "PerTensorGranularity and PerChannelGranularity."
+    )

@@ -128,6 +128,9 @@ _SCHEMES: Mapping[tuple[bool, bool], torch.qscheme] = {
 }
 
 
+_REMEDY = "Change the spec, or prepare the model with bitwright.quantization.Quantizer, which simulates it."
+
+
 def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where: str, is_qat: bool) -> Any:
     """Return a torchao spec that means the same.
 
@@ -138,9 +141,10 @@ def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where:
     per_channel = isinstance(granularity, PerChannelGranularity)
     if spec.dtype.is_floating_point or spec.qformulation.value != "zp":
         form = f"{spec.dtype} by {spec.qformulation.value}"
-        raise ValueError(f"{where}: PT2E holds integers with zero points, not {form}.")
+        raise ValueError(f"{where}: PT2E holds integers with zero points, not {form}. {_REMEDY}")
     if not per_channel and not isinstance(granularity, PerTensorGranularity):
-        raise ValueError(f"{where}: PT2E holds scales per tensor or per channel, not {type(granularity).__name__}.")
+        name = type(granularity).__name__
+        raise ValueError(f"{where}: PT2E holds scales per tensor or per channel, not {name}. {_REMEDY}")
     symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
     shared = {
         "dtype": spec.target_dtype,
@@ -153,7 +157,7 @@ def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where:
         scale, zero_point = _fixed(spec, symmetric)
         return api.FixedQParamsQuantizationSpec(scale=scale, zero_point=zero_point, **shared)
     dynamic = issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator)
-    constructor = _constructor(spec, target, per_channel, dynamic, is_qat, shared)
+    constructor = _constructor(spec, target, per_channel, dynamic, is_qat)
     axis = granularity.axis if per_channel else None
     return api.QuantizationSpec(observer_or_fake_quant_ctr=constructor, ch_axis=axis, is_dynamic=dynamic, **shared)
 
@@ -164,7 +168,6 @@ def _constructor(
     per_channel: bool,
     dynamic: bool,
     is_qat: bool,
-    shared: Mapping[str, Any],
 ) -> Any:
     module = _torchao.pt2e()
     moving = target == CompressionTargetTensor.ACTIVATION and not dynamic

@@ -49,7 +49,10 @@ class SensitivityStatistics:
         for name, total in other.sums.items():
             own = self.sums.get(name)
             if own is not None and own.shape != total.shape:
-                raise ValueError(f"{name!r} has shape {tuple(own.shape)} here and {tuple(total.shape)} there.")
+                raise ValueError(
+                    f"{name!r} has shape {tuple(own.shape)} here and {tuple(total.shape)} there; merge statistics of "
+                    "one model only."
+                )
             self.sums[name] = total.clone() if own is None else own + total.to(own.device)
         self.steps += other.steps
 

@@ -126,7 +126,9 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             RuntimeError: there is no schedule.
         """
         if self.schedule is None:
-            raise RuntimeError(f"{self.tensor_fqn}: update_sparsity needs a schedule, and there is none.")
+            raise RuntimeError(
+                f"{self.tensor_fqn}: update_sparsity needs a schedule, and there is none; set sparsity_schedule."
+            )
         self.sparsity = self.schedule.compute_sparsity(step, self.target_sparsity, self._sparsity)
 
     def set_mask(self, mask: torch.Tensor) -> None:

@@ -214,7 +214,10 @@ class BlockStructured(PruningScheme):
         else:
             block = self.block_size
         if len(block) != len(shape):
-            raise ValueError(f"block_size {block} has {len(block)} entries for a tensor of shape {tuple(shape)}.")
+            raise ValueError(
+                f"block_size {block} has {len(block)} entries for a tensor of shape {tuple(shape)}; give one for each "
+                "dimension, or an integer with an axis."
+            )
         for dim, (size, length) in enumerate(zip(shape, block, strict=True)):
             if size % length:
                 raise _BlockSizeMismatchError(

@@ -65,7 +65,9 @@ class DistillationLoss(nn.Module):
             modules = dict(model.named_modules())
             missing = [name for name in self.layers if name not in modules]
             if missing:
-                raise ValueError(f"layers {missing} are not modules of the {type(model).__name__}.")
+                raise ValueError(
+                    f"layers {missing} are not modules of the {type(model).__name__}; see its named_modules()."
+                )
             for name in self.layers:
                 self._handles.append(modules[name].register_forward_hook(_Keep(store, name)))
 
