@@ -180,7 +180,7 @@ def test_statistics_merge_and_go_through_files(tmp_path):
     assert torch.allclose(parts[0].sums["w"], whole.sums["w"])
     other = SensitivityStatistics()
     other.add([("w", torch.ones(2))])
-    with pytest.raises(ValueError, match="'w' has shape .* merge statistics of one model only"):
+    with pytest.raises(ValueError, match=r"'w' has shape .* merge statistics of one model only"):
         whole.merge(other)
 
 
