@@ -9,7 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
-from toy_configs import (
+
+from bitwright._utils.config_utils import get_last_matching_spec
+from bitwright.config import CompressionConfig, ModuleCompressionConfig, OpCompressionConfig
+from bitwright.config.spec_dicts import ALL_TENSORS, spec_dict_is_active
+
+from .toy_configs import (
     ToyConfig,
     ToyModuleConfig,
     ToyOpConfig,
@@ -18,10 +23,6 @@ from toy_configs import (
     WeightOnlyOpConfig,
     toy_module,
 )
-
-from bitwright._utils.config_utils import get_last_matching_spec
-from bitwright.config import CompressionConfig, ModuleCompressionConfig, OpCompressionConfig
-from bitwright.config.spec_dicts import ALL_TENSORS, spec_dict_is_active
 
 DEFAULTS = {
     "op_input_spec": {"*": ToySpec(level=1)},

@@ -16,9 +16,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError, field_serializer, model_serializer
-from toy_configs import ToyConfig, ToyModuleConfig, ToyOpConfig, ToySpec, toy_module
 
 from bitwright.config import CompressionConfig
+
+from .toy_configs import ToyConfig, ToyModuleConfig, ToyOpConfig, ToySpec, toy_module
 
 TEXT = """
 toy_spec:

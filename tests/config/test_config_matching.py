@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
-from toy_configs import Block, ToyConfig, ToyModel, ToyModuleConfig, ToyOpConfig, ToySpec, toy_module
 
 from bitwright.config.matching import (
     ConfigLevel,
@@ -22,6 +21,8 @@ from bitwright.config.matching import (
     resolve_module_rules,
     resolve_op_rule,
 )
+
+from .toy_configs import Block, ToyConfig, ToyModel, ToyModuleConfig, ToyOpConfig, ToySpec, toy_module
 
 LINEAR = "torch.nn.modules.linear.Linear"
 

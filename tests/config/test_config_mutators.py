@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from torch import nn
-from toy_configs import ToyConfig, ToyModuleConfig, ToySpec, toy_module
+
+from .toy_configs import ToyConfig, ToyModuleConfig, ToySpec, toy_module
 
 OFF = ToyModuleConfig(op_input_spec=None, op_output_spec=None, op_state_spec=None)
 LINEAR = "torch.nn.modules.linear.Linear"

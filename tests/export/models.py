@@ -27,6 +27,11 @@ def blocks(size, axis=1):
     return PerBlockGranularity(axis=axis, block_size=size)
 
 
+def spec_of(dtype, granularity=CHANNEL, **options):
+    """A spec for weights, with a scale for each channel where nothing else is asked for."""
+    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
+
+
 class ConvNet(nn.Module):
     """Grouped and plain convolutions, a residual add, pooling, linear layers."""
 

@@ -13,26 +13,21 @@ from bitwright.export.checkpoints import export_compressed_tensors, export_gguf
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity
 
-from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared
-
-
-def _spec(dtype, granularity=CHANNEL, **options):
-    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
-
+from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
 
 PACKED = {
-    "int4 groups": _spec("int4", blocks(32)),
-    "int4 groups asymmetric": _spec("int4", blocks(32), qscheme="asymmetric"),
+    "int4 groups": spec_of("int4", blocks(32)),
+    "int4 groups asymmetric": spec_of("int4", blocks(32), qscheme="asymmetric"),
     "int8": W8,
-    "int8 asymmetric": _spec("int8", qscheme="asymmetric"),
-    "uint8": _spec("uint8"),
-    "int3": _spec("int3"),
+    "int8 asymmetric": spec_of("int8", qscheme="asymmetric"),
+    "uint8": spec_of("uint8"),
+    "int3": spec_of("int3"),
     "int5 per tensor": QuantizationSpec(dtype="int5"),
     "int8 per tensor asymmetric": QuantizationSpec(dtype="int8", qscheme="asymmetric"),
-    "fp8": _spec("float8_e4m3fn"),
+    "fp8": spec_of("float8_e4m3fn"),
     "fp8 per tensor": QuantizationSpec(dtype="float8_e4m3fn"),
-    "fp8 square blocks": _spec("float8_e4m3fn", PerBlockGranularity(block_size=(32, 32))),
-    "fp4": _spec("float4_e2m1fn_x2", blocks(32)),
+    "fp8 square blocks": spec_of("float8_e4m3fn", PerBlockGranularity(block_size=(32, 32))),
+    "fp4": spec_of("float4_e2m1fn_x2", blocks(32)),
 }
 
 
@@ -85,10 +80,10 @@ def test_packed_checkpoints_are_as_small_as_they_should_be(llama, tmp_path):
 
 
 REFUSED = {
-    "minval": (Mlp, _spec("int4", qformulation="minval"), "minval"),
-    "fp8 wide": (Mlp, _spec("float8_e5m2"), "e4m3"),
-    "fp4 in blocks of 16": (Mlp, _spec("float4_e2m1fn_x2", blocks(16)), "blocks of 32"),
-    "integer square blocks": (Mlp, _spec("int8", PerBlockGranularity(block_size=(32, 32))), "one row"),
+    "minval": (Mlp, spec_of("int4", qformulation="minval"), "minval"),
+    "fp8 wide": (Mlp, spec_of("float8_e5m2"), "e4m3"),
+    "fp4 in blocks of 16": (Mlp, spec_of("float4_e2m1fn_x2", blocks(16)), "blocks of 32"),
+    "integer square blocks": (Mlp, spec_of("int8", PerBlockGranularity(block_size=(32, 32))), "one row"),
     "convolution": (ConvNet, W8, "only weights of linear layers"),
 }
 
@@ -121,15 +116,15 @@ def test_quantized_activations_are_refused(export, tmp_path):
 
 
 GGUF_TYPES = {
-    "int4": (_spec("int4", blocks(32)), "Q4_0"),
+    "int4": (spec_of("int4", blocks(32)), "Q4_0"),
     "int3 per tensor": (QuantizationSpec(dtype="int3"), "Q4_0"),
-    "int4 asymmetric": (_spec("int4", blocks(32), qscheme="asymmetric"), "Q5_0"),
-    "int5 in long blocks": (_spec("int5", blocks(64)), "Q5_0"),
+    "int4 asymmetric": (spec_of("int4", blocks(32), qscheme="asymmetric"), "Q5_0"),
+    "int5 in long blocks": (spec_of("int5", blocks(64)), "Q5_0"),
     "int8 per channel": (W8, "Q8_0"),
-    "uint8": (_spec("uint8"), "Q8_0"),
-    "uint4 minval": (_spec("uint4", blocks(32), qformulation="minval"), "Q4_1"),
-    "int5 minval": (_spec("int5", blocks(32), qformulation="minval"), "Q5_1"),
-    "fp4": (_spec("float4_e2m1fn_x2", blocks(32)), "MXFP4"),
+    "uint8": (spec_of("uint8"), "Q8_0"),
+    "uint4 minval": (spec_of("uint4", blocks(32), qformulation="minval"), "Q4_1"),
+    "int5 minval": (spec_of("int5", blocks(32), qformulation="minval"), "Q5_1"),
+    "fp4": (spec_of("float4_e2m1fn_x2", blocks(32)), "MXFP4"),
 }
 
 
@@ -171,15 +166,15 @@ def test_gguf_refuses_what_it_cannot_hold_exactly(tmp_path):
     pytest.importorskip("gguf")
     model, x = built(Mlp)
     for spec, words in (
-        (_spec("int4", blocks(32)), "no half-precision numbers"),
-        (_spec("float8_e4m3fn"), "no type for float8_e4m3fn"),
-        (_spec("int4", blocks(16)), "not multiples of 32"),
-        (_spec("int8", qformulation="minval"), "half-precision|4 and 5 bits"),
+        (spec_of("int4", blocks(32)), "no half-precision numbers"),
+        (spec_of("float8_e4m3fn"), "no type for float8_e4m3fn"),
+        (spec_of("int4", blocks(16)), "not multiples of 32"),
+        (spec_of("int8", qformulation="minval"), "half-precision|4 and 5 bits"),
     ):
         _, ready = prepared(model, x, spec)
         with pytest.raises(ValueError, match=words):
             export_gguf(ready, tmp_path / "no.gguf")
-    found, _ = _read(export_gguf(prepared(model, x, _spec("int4", blocks(16)))[1], tmp_path / "a", allow_dense=True))
+    found, _ = _read(export_gguf(prepared(model, x, spec_of("int4", blocks(16)))[1], tmp_path / "a", allow_dense=True))
     assert found["up.weight"][0] == "F32"
 
 
@@ -187,7 +182,7 @@ def test_gguf_with_rounded_scales(tmp_path):
     """Scales in half precision cost at most their own rounding."""
     pytest.importorskip("gguf")
     model, x = built(Mlp)
-    _, ready = prepared(model, x, _spec("int4", blocks(32)))
+    _, ready = prepared(model, x, spec_of("int4", blocks(32)))
     found, _ = _read(export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: f"blk.{name}"))
     error = (found["blk.up.weight"][1] - ready.up.weight).abs()
     assert float((error / ready.up.weight.abs().clamp(min=1e-9)).max()) <= 2**-11

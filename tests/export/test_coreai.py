@@ -20,7 +20,6 @@ from tests.artifact.strategies import weight_specs
 
 from .coreai_runtime import converted, coreai_ops, run
 from .models import (
-    CHANNEL,
     JOINT,
     PALETTES,
     W8,
@@ -34,27 +33,21 @@ from .models import (
     prepared,
     pruned,
     pruned_and_compressed,
+    spec_of,
     sqnr,
 )
 
-
-def _spec(dtype, granularity=CHANNEL, **options):
-    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
-
-
 WEIGHTS = {
-    **{
-        dtype: (ConvNet, _spec(dtype)) for dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint2", "int3", "uint5")
-    },
-    "int4 asymmetric": (ConvNet, _spec("int4", qscheme="asymmetric")),
-    "int4 blocks": (Mlp, _spec("int4", blocks(32))),
-    "int8 clipped": (ConvNet, _spec("int8", qscheme="symmetric_with_clipping")),
-    "int8 minval": (ConvNet, _spec("int8", qformulation="minval")),
-    "int8 minval clipped": (ConvNet, _spec("int8", qformulation="minval", qscheme="symmetric_with_clipping")),
-    "int3 minval": (ConvNet, _spec("int3", qformulation="minval")),
-    "fp8": (ConvNet, _spec("float8_e4m3fn")),
-    "mxfp8": (ConvNet, _spec("float8_e5m2", scale_dtype="float8_e8m0fnu")),
-    "fp4": (Mlp, _spec("float4_e2m1fn_x2", blocks(32))),
+    **{name: (ConvNet, spec_of(name)) for name in ("int8", "uint8", "int4", "uint4", "int2", "uint2", "int3", "uint5")},
+    "int4 asymmetric": (ConvNet, spec_of("int4", qscheme="asymmetric")),
+    "int4 blocks": (Mlp, spec_of("int4", blocks(32))),
+    "int8 clipped": (ConvNet, spec_of("int8", qscheme="symmetric_with_clipping")),
+    "int8 minval": (ConvNet, spec_of("int8", qformulation="minval")),
+    "int8 minval clipped": (ConvNet, spec_of("int8", qformulation="minval", qscheme="symmetric_with_clipping")),
+    "int3 minval": (ConvNet, spec_of("int3", qformulation="minval")),
+    "fp8": (ConvNet, spec_of("float8_e4m3fn")),
+    "mxfp8": (ConvNet, spec_of("float8_e5m2", scale_dtype="float8_e8m0fnu")),
+    "fp4": (Mlp, spec_of("float4_e2m1fn_x2", blocks(32))),
 }
 
 ACTIVATIONS = {
@@ -94,7 +87,7 @@ def test_activations_in_torch(name, mode):
 def test_half_precision_in_torch(dtype, mode, formulation):
     """Simulators compute in float32; so does what takes their place."""
     model, x = built(Mlp, dtype)
-    weight = _spec("int4", qformulation=formulation)
+    weight = spec_of("int4", qformulation=formulation)
     quantizer, ready = prepared(model, x, weight, QuantizationSpec(qformulation=formulation), mode)
     expected = ready(x)
     found = quantizer.finalize(backend="coreai")(x)
@@ -106,7 +99,7 @@ def test_half_precision_in_torch(dtype, mode, formulation):
 def test_half_precision_graphs_store_parameters_in_half_precision(dtype):
     """Scales and minvals are computed in the model's dtype, so that its buffers hold them; the ops get float32."""
     model, x = built(Mlp, dtype)
-    spec = _spec("int4", qformulation="minval")
+    spec = spec_of("int4", qformulation="minval")
     final = prepared(model, x, spec, QuantizationSpec(qformulation="minval"), "graph")[0].finalize(backend="coreai")
     found = {name: tensor.dtype for name, tensor in final.named_buffers() if name.endswith(("_scale", "_minval"))}
     assert len(found) == 10
@@ -116,7 +109,7 @@ def test_half_precision_graphs_store_parameters_in_half_precision(dtype):
 def test_scales_that_half_precision_holds_as_subnormals_only_stay_in_single_precision():
     """Core AI's runtime reads half-precision numbers below 2 ** -14 as zero."""
     model, x = built(Mlp, torch.float16)
-    spec = _spec("float8_e5m2", PerTensorGranularity())
+    spec = spec_of("float8_e5m2", PerTensorGranularity())
     x = x * 0.01
     quantizer, ready = prepared(model, x, spec, spec, "graph")
     final = quantizer.finalize(backend="coreai")
@@ -213,7 +206,7 @@ def test_pruned(tmp_path):
 def test_eager_buffers_and_names():
     """The buffers, their names, shapes and dtypes that code written for coreai-opt looks for."""
     model, x = built(Mlp)
-    quantizer, _ = prepared(model, x, _spec("int4", blocks(32), qscheme="asymmetric"), QuantizationSpec())
+    quantizer, _ = prepared(model, x, spec_of("int4", blocks(32), qscheme="asymmetric"), QuantizationSpec())
     final = quantizer.finalize(backend="coreai")
     weight = final.up.parametrizations.weight[0]
     assert weight.quantized_data.dtype == torch.int8
@@ -260,7 +253,7 @@ def test_graph_finalize_again_and_for_another_backend():
 def test_mapped_files(mode, name, tmp_path):
     """Weights lie in files, one for each, and are mapped from them; the output does not change."""
     model, x = built(Mlp)
-    spec = _spec("float4_e2m1fn_x2", blocks(32)) if name == "fp4" else _spec("int4")
+    spec = spec_of("float4_e2m1fn_x2", blocks(32)) if name == "fp4" else spec_of("int4")
     expected = prepared(model, x, spec, mode=mode)[0].finalize(backend="coreai")(x)
     final = prepared(model, x, spec, mode=mode)[0].finalize(backend="coreai", mmap_dir=str(tmp_path / "maps"))
     assert torch.equal(final(x), expected)
@@ -313,9 +306,9 @@ def test_tied_weights_are_released_under_all_names():
 
 
 REFUSED = {
-    "fp4 in blocks of 16": (_spec("float4_e2m1fn_x2", blocks(16)), None, "blocks of 32 along the last axis"),
-    "fp4 per channel": (_spec("float4_e2m1fn_x2"), None, "blocks of 32 along the last axis"),
-    "fp4 activation": (W8, _spec("float4_e2m1fn_x2", PerChannelGranularity(axis=-1)), "FP4 activations"),
+    "fp4 in blocks of 16": (spec_of("float4_e2m1fn_x2", blocks(16)), None, "blocks of 32 along the last axis"),
+    "fp4 per channel": (spec_of("float4_e2m1fn_x2"), None, "blocks of 32 along the last axis"),
+    "fp4 activation": (W8, spec_of("float4_e2m1fn_x2", PerChannelGranularity(axis=-1)), "FP4 activations"),
     "blocked activation": (
         W8,
         QuantizationSpec(granularity=PerBlockGranularity(axis=-1, block_size=32)),

@@ -37,31 +37,28 @@ from .models import (
     palettized,
     prepared,
     pruned_and_compressed,
+    spec_of,
     sqnr,
 )
 
 ENOUGH_DB = 60
 
 
-def _spec(dtype, granularity=CHANNEL, **options):
-    return QuantizationSpec(dtype=dtype, granularity=granularity, **options)
-
-
 WEIGHTS = {
-    **{dtype: (ConvNet, _spec(dtype)) for dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint3", "int6", "int1")},
-    "int8 asymmetric": (ConvNet, _spec("int8", qscheme="asymmetric")),
-    "uint4 asymmetric": (ConvNet, _spec("uint4", qscheme="asymmetric")),
+    **{name: (ConvNet, spec_of(name)) for name in ("int8", "uint8", "int4", "uint4", "int2", "uint3", "int6", "int1")},
+    "int8 asymmetric": (ConvNet, spec_of("int8", qscheme="asymmetric")),
+    "uint4 asymmetric": (ConvNet, spec_of("uint4", qscheme="asymmetric")),
     "int8 per tensor": (ConvNet, QuantizationSpec(dtype="int8")),
-    "int4 blocks": (Mlp, _spec("int4", blocks(32))),
-    "int4 blocks of channels": (ConvNet, _spec("int4", blocks(4, axis=0))),
-    "int8 square blocks": (Mlp, _spec("int8", PerBlockGranularity(block_size=(32, 32)))),
-    "int4 minval": (ConvNet, _spec("int4", qformulation="minval")),
+    "int4 blocks": (Mlp, spec_of("int4", blocks(32))),
+    "int4 blocks of channels": (ConvNet, spec_of("int4", blocks(4, axis=0))),
+    "int8 square blocks": (Mlp, spec_of("int8", PerBlockGranularity(block_size=(32, 32)))),
+    "int4 minval": (ConvNet, spec_of("int4", qformulation="minval")),
     "uint8 minval per tensor": (ConvNet, QuantizationSpec(dtype="uint8", qformulation="minval")),
-    "int4 minval blocks": (Mlp, _spec("int4", blocks(32), qformulation="minval")),
-    "fp8": (ConvNet, _spec("float8_e4m3fn")),
-    "fp8 wide": (ConvNet, _spec("float8_e5m2")),
-    "mxfp8": (Mlp, _spec("float8_e4m3fn", blocks(32), scale_dtype="float8_e8m0fnu")),
-    "fp4": (Mlp, _spec("float4_e2m1fn_x2", blocks(32))),
+    "int4 minval blocks": (Mlp, spec_of("int4", blocks(32), qformulation="minval")),
+    "fp8": (ConvNet, spec_of("float8_e4m3fn")),
+    "fp8 wide": (ConvNet, spec_of("float8_e5m2")),
+    "mxfp8": (Mlp, spec_of("float8_e4m3fn", blocks(32), scale_dtype="float8_e8m0fnu")),
+    "fp4": (Mlp, spec_of("float4_e2m1fn_x2", blocks(32))),
 }
 
 
@@ -202,13 +199,13 @@ def test_signed_activations_on_request(tmp_path):
 
 
 APART = {
-    "blocks": (Mlp, _spec("int8", blocks(16)), None),
-    "int4 blocks": (Mlp, _spec("int4", blocks(32)), None),
-    "8-bit rows": (Mlp, _spec("uint8"), None),
-    "blocks beside activations": (Mlp, _spec("int8", blocks(16)), QuantizationSpec(dtype="uint8")),
-    "inputs beside activations": (Mlp, _spec("int8", PerChannelGranularity(axis=1)), QuantizationSpec()),
-    "int4 beside activations": (Mlp, _spec("int4"), QuantizationSpec()),
-    "zero points of channels": (ConvNet, _spec("int8", qscheme="asymmetric"), QuantizationSpec()),
+    "blocks": (Mlp, spec_of("int8", blocks(16)), None),
+    "int4 blocks": (Mlp, spec_of("int4", blocks(32)), None),
+    "8-bit rows": (Mlp, spec_of("uint8"), None),
+    "blocks beside activations": (Mlp, spec_of("int8", blocks(16)), QuantizationSpec(dtype="uint8")),
+    "inputs beside activations": (Mlp, spec_of("int8", PerChannelGranularity(axis=1)), QuantizationSpec()),
+    "int4 beside activations": (Mlp, spec_of("int4"), QuantizationSpec()),
+    "zero points of channels": (ConvNet, spec_of("int8", qscheme="asymmetric"), QuantizationSpec()),
 }
 
 
@@ -232,7 +229,7 @@ def test_pruned_weights_with_zero_points_are_transposed_right(tmp_path):
     x = x.reshape(2, 2, 64)
     for scheme in ("asymmetric", "symmetric"):
         for formulation in ("zp", "minval"):
-            _, other = pruned_and_compressed(model, x, _spec("uint3", qscheme=scheme, qformulation=formulation))
+            _, other = pruned_and_compressed(model, x, spec_of("uint3", qscheme=scheme, qformulation=formulation))
             assert sqnr(other(x), run_onnx(_exported(other, x, tmp_path), (x,))[0]) > 110
 
 
@@ -243,7 +240,7 @@ def test_matmul_nbits(dtype, scheme, rank, tmp_path):
     """Linear layers with 4-bit blocks become ONNX Runtime's own operator, which computes the same."""
     model, x = built(Mlp)
     x = x if rank == 2 else x.reshape(2, 2, 64)
-    _, ready = prepared(model, x, _spec(dtype, blocks(32), qscheme=scheme))
+    _, ready = prepared(model, x, spec_of(dtype, blocks(32), qscheme=scheme))
     path = _exported(ready, x, tmp_path, int4="matmul_nbits")
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert kinds.count("MatMulNBits") == 2
@@ -255,7 +252,7 @@ def test_matmul_nbits(dtype, scheme, rank, tmp_path):
 def test_matmul_nbits_operands_follow_the_operators_definition():
     """Codes unpack to ``(code - zero point) * scale`` by the rules of the operator's documentation."""
     model, x = built(Mlp)
-    _, ready = prepared(model, x, _spec("int4", blocks(32), qscheme="asymmetric"))
+    _, ready = prepared(model, x, spec_of("int4", blocks(32), qscheme="asymmetric"))
     from bitwright.artifact import Artifact
 
     tensor = Artifact.from_model(ready)["up.weight"]
@@ -281,11 +278,11 @@ def test_the_smallest_opset_is_chosen_and_a_smaller_one_refused(tmp_path):
     model, x = built(Mlp)
     needs = {"int8": (CHANNEL, 18), "int4": (CHANNEL, 21), "float8_e4m3fn": (CHANNEL, 19)}
     for dtype, (granularity, opset) in needs.items():
-        _, ready = prepared(model, x, _spec(dtype, granularity))
+        _, ready = prepared(model, x, spec_of(dtype, granularity))
         path = _exported(ready, x, tmp_path)
         assert [o.version for o in onnx.load(path).opset_import if o.domain == ""] == [opset]
     with pytest.raises(ValueError, match="needs ONNX opset 21, got opset=18"):
-        _exported(prepared(model, x, _spec("int4"))[1], x, tmp_path, opset=18)
+        _exported(prepared(model, x, spec_of("int4"))[1], x, tmp_path, opset=18)
 
 
 def test_codes_in_the_file_are_those_of_the_artifact(tmp_path):
@@ -293,7 +290,7 @@ def test_codes_in_the_file_are_those_of_the_artifact(tmp_path):
     from bitwright.artifact import Artifact
 
     model, x = built(Mlp)
-    _, ready = prepared(model, x, _spec("int4", blocks(32)))
+    _, ready = prepared(model, x, spec_of("int4", blocks(32)))
     tensor = Artifact.from_model(ready)["up.weight"]
     stored = {i.name: i for i in onnx.load(_exported(ready, x, tmp_path)).graph.initializer}
     codes = next(i for name, i in stored.items() if name.startswith("up.weight") and name.endswith("quantized"))

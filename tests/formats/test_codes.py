@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
-from slow_formats import FLOAT_FORMATS, finite_codes, float_value, nearest_code, power_of_two_code
 
 from bitwright.formats import decode, encode, format_of, round_to_fp4, round_to_fp8
 from bitwright.formats.rounding import round_to_format
+
+from .slow_formats import FLOAT_FORMATS, finite_codes, float_value, nearest_code, power_of_two_code
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)]
 

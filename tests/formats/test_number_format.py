@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from slow_formats import FLOAT_FORMATS, finite_codes, float_value
 
 from bitwright.formats import (
     NumberFormat,
@@ -14,6 +13,8 @@ from bitwright.formats import (
     quant_range,
     storage_dtype,
 )
+
+from .slow_formats import FLOAT_FORMATS, finite_codes, float_value
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_formats import bits_of
 
 from bitwright.formats import pack, packed_size, unpack
+
+from .slow_formats import bits_of
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

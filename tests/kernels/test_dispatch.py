@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_comparing import assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright import kernels
 from bitwright.kernels import Grid, reference
 from bitwright.kernels.operators import decompositions
+
+from .kernel_comparing import assert_same
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
 

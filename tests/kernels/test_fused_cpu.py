@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_comparing import assert_same
-from kernel_strategies import Case, cases
 
 from bitwright.kernels import reference
+
+from .kernel_comparing import assert_same
+from .kernel_strategies import Case, cases
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
 more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), deadline=None)

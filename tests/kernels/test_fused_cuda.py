@@ -14,10 +14,11 @@ import sys
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_comparing import assert_same
-from kernel_strategies import Case, cases
 
 from bitwright.kernels import reference
+
+from .kernel_comparing import assert_same
+from .kernel_strategies import Case, cases
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_comparing import assert_same
-from kernel_strategies import Case, cases
 
 from bitwright.kernels import reference
 from bitwright.kernels.dispatch import ready_call, same_elements
+
+from .kernel_comparing import assert_same
+from .kernel_strategies import Case, cases
 
 ready = pytest.importorskip("bitwright.kernels.cpu.ready")
 memory = pytest.importorskip("bitwright.kernels.cpu.memory")

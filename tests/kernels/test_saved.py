@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_comparing import assert_same
-from kernel_strategies import Case, cases
 
 from bitwright import kernels
 from bitwright.kernels import Grid, reference, saved_as_codes
+
+from .kernel_comparing import assert_same
+from .kernel_strategies import Case, cases
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
 

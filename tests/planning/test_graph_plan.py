@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,24 +17,12 @@ from bitwright.program.graph import capture_graph
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, QuantizerConfig
 from bitwright.quantization.config import OpQuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
+from tests.lambda_module import Lambda
 
 X = torch.randn(2, 8)
 IMAGE = torch.randn(1, 3, 4, 4)
 VOLUME = torch.randn(1, 3, 4, 4, 4)
 INT4 = {"*": QuantizationSpec(dtype=torch.int4)}
-
-
-class Lambda(nn.Module):
-    """A module whose forward is a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def plan_of(model: nn.Module, *inputs: Any, config: QuantizerConfig | None = None, **kwargs: Any) -> Plan:

@@ -14,19 +14,7 @@ from torch.nn import functional as F
 
 from bitwright.program import ValueKind
 from bitwright.program.graph import capture_graph
-
-
-class Lambda(nn.Module):
-    """A module whose forward is a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+from tests.lambda_module import Lambda
 
 
 class Inner(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,19 +10,6 @@ from torch.nn import functional as F
 
 from bitwright.quantization import Quantizer
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
-
-
-class Lambda(nn.Module):
-    """A module whose forward is a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 class Net(nn.Module):

@@ -18,8 +18,9 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec import PerBlockGranularity
+from tests.lambda_module import Lambda
 
-from .networks import IMAGE, Lambda, calibrated, net, simulators, sqnr, train_steps
+from .networks import IMAGE, calibrated, net, simulators, sqnr, train_steps
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from tests.lambda_module import Lambda
 
-from .networks import IMAGE, Lambda, calibrated, net, simulators, sqnr
+from .networks import IMAGE, calibrated, net, simulators, sqnr
 
 
 def finished(model: nn.Module, *inputs: torch.Tensor, config: QuantizerConfig | None = None) -> tuple[Any, Any]:

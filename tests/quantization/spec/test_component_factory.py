@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from spec_strategies import ACTIVATION, WEIGHT
 
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.quantization.spec import (
@@ -28,6 +27,8 @@ from bitwright.quantization.spec import (
     StaticQParamsCalculator,
 )
 from bitwright.quantization.spec.fake_quantize import _DefaultFakeQuantizeImpl
+
+from .spec_strategies import ACTIVATION, WEIGHT
 
 Factory = QuantizationComponentFactory
 

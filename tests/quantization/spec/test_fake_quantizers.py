@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from spec_strategies import ACTIVATION, WEIGHT, fake_quantizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +17,8 @@ from bitwright.quantization.spec import (
     PerTensorGranularity,
     fp4_forward,
 )
+
+from .spec_strategies import ACTIVATION, WEIGHT, fake_quantizer
 
 
 @pytest.mark.parametrize("qscheme", ["symmetric", "asymmetric", "symmetric_with_clipping"])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from spec_strategies import WEIGHT, fake_quantizer
 
 from bitwright import kernels
 from bitwright.quantization.spec import FakeQuantizeImplBase, PerChannelGranularity
+
+from .spec_strategies import WEIGHT, fake_quantizer
 
 
 def frozen(**fields: Any) -> tuple[FakeQuantizeImplBase, torch.nn.Parameter]:

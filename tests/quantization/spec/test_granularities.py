@@ -10,7 +10,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from spec_strategies import ACTIVATION, WEIGHT
 
 from bitwright.quantization.spec import (
     PerBlockGranularity,
@@ -21,6 +20,8 @@ from bitwright.quantization.spec import (
     resolve_block_sizes,
 )
 from bitwright.quantization.spec.errors import _BlockSizeMismatchError
+
+from .spec_strategies import ACTIVATION, WEIGHT
 
 shapes = st.lists(st.sampled_from((1, 2, 3, 4, 6)), min_size=1, max_size=4).map(tuple)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_strategies import ACTIVATION, WEIGHT, bits_equal, calculator
 
 from bitwright.quantization.spec import (
     DynamicQParamsCalculator,
@@ -26,6 +25,8 @@ from bitwright.quantization.spec import (
     StaticQParamsCalculator,
 )
 from bitwright.quantization.spec.qparams_calculator import _DefaultQParamsCalculator
+
+from .spec_strategies import ACTIVATION, WEIGHT, bits_equal, calculator
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -12,7 +12,6 @@ import torch
 import yaml
 from hypothesis import given, settings
 from pydantic import ValidationError
-from spec_strategies import FLOATS, INTEGERS, specs
 
 from bitwright.common import CompressionType
 from bitwright.quantization.spec import (
@@ -27,6 +26,8 @@ from bitwright.quantization.spec import (
     default_activation_quantization_spec,
     default_weight_quantization_spec,
 )
+
+from .spec_strategies import FLOATS, INTEGERS, specs
 
 
 def test_defaults_are_int8_symmetric_per_tensor() -> None:

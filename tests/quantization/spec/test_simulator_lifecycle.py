@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
 
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
+
+from .spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
 
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "w8a8": ({"granularity": PerChannelGranularity(axis=0)}, {}),

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
 
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+
+from .spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
 
 pytestmark = [
     pytest.mark.gpu,

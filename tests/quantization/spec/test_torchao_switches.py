@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from spec_strategies import fake_quantizer
+
+from .spec_strategies import fake_quantizer
 
 CODE = """
 import sys
