@@ -8,6 +8,7 @@ from typing import Any
 from bitwright.config.matching import ModuleRules, OpRule, SpecMatch, lookup_spec
 from bitwright.program import Argument, Op, Program, Value
 
+from .exact_values import exact_values
 from .known_ranges import sentinel_values
 from .plan import Site
 from .weight_views import state_read_by
@@ -24,17 +25,19 @@ def request_activations(
     """Yield every activation that the configuration asks to simulate, in order of execution.
 
     A tensor that crosses the boundary of a module with ``module_input_spec`` or ``module_output_spec`` takes that spec
-    instead, the innermost such module first. Values that hold mask sentinels are left alone.
+    instead, the innermost such module first. Values that hold mask sentinels are left alone, and so are those of which
+    every digit matters.
     """
-    sentinels = sentinel_values(program)
+    exact = exact_values(program)
+    excluded = sentinel_values(program) | exact.values
     for op in program.ops:
         op_rule = op_rule_of(op)
-        for argument in op.arguments:
+        for argument in op.arguments if id(op) not in exact.ops else ():
             value = argument.value
-            if value.is_quantizable and id(value) not in sentinels and state_read_by(argument) is None:
+            if value.is_quantizable and id(value) not in excluded and state_read_by(argument) is None:
                 yield from _request(_input(program, rules, op, op_rule, argument), Site(op, argument=argument))
         for index, value in enumerate(op.outputs):
-            if value.is_quantizable and id(value) not in sentinels:
+            if value.is_quantizable and id(value) not in excluded:
                 yield from _request(_output(program, rules, op, op_rule, value, index), Site(op, output_index=index))
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bitwright.program import Op, Program, Value
 from bitwright.program.aten_names import canonical_name
+from bitwright.program.masks import SENTINEL
 from bitwright.quantization.spec import QuantizationScheme
 
 from .graph_ops import passthrough_of
@@ -77,13 +78,14 @@ def _handed_on(fact: KnownRange | None, op: Op) -> KnownRange | None:
     return KnownRange(fact.scheme, (0.0, None)) if fact.bounds[0] == 0.0 else None
 
 
-# A number at most this large means "masked": it stands for minus infinity in front of a softmax.
-_SENTINEL = -1e4
+# A number at least this large stands for infinity.
+_HUGE = 1e30
 _SOURCES = frozenset(
     {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"} | {"tensor"}
 )
 _CARRIERS = frozenset(
-    {"add", "sub", "mul", "where", "masked_fill", "cat", "stack", "to", "_to_copy", "triu", "tril", "repeat", "expand"}
+    {"add", "sub", "rsub", "neg", "mul", "where", "masked_fill", "cat", "stack", "to", "_to_copy", "triu", "tril"}
+    | {"repeat", "expand"}
     | {"index_put", "copy", "slice_scatter", "select_scatter", "masked_scatter", "type_as", "detach", "alias"}
     | {"lift_fresh_copy", "fill"}
 )
@@ -92,19 +94,36 @@ _CARRIERS = frozenset(
 def sentinel_values(program: Program) -> set[int]:
     """Return the ids of values that hold mask sentinels (``-inf``, ``finfo.min``, ``-1e4``) among their numbers.
 
-    One scale for such a tensor would round everything else to zero, so these values are not simulated.
+    One scale for such a tensor would round everything else to zero, so these values are not simulated. The same goes
+    for positive sentinels (``scores - 1e30 * mask``), and for infinity in front of a minimum.
     """
     states = {id(value.state): value for op in program.ops for value in _state_arguments(op)}
     found = {id(value) for value in states.values() if _is_sentinel_state(value)}
+    subtracted: set[int] = set()
     aliases = Aliases()
     for op in program.ops:
         aliases.add(op)
-        if _is_source(op) or (_carries(op) and any(id(argument.value) in found for argument in op.arguments)):
+        found.update(id(argument.value) for argument in op.arguments if argument.value.is_masked)
+        carries = _carries(op)
+        reads = {id(argument.value) for argument in op.arguments}
+        taken = _taken_away(op, subtracted)
+        if _is_source(op) or (carries and reads & found) or taken:
+            found.update(taken)
             found.update(id(value) for value in op.outputs)
             found.update(id(value) for value in aliases.written_by(op))
-        found.update(id(argument.value) for argument in op.arguments if argument.value.is_masked)
+        elif _multiplies_by_sentinel(op) or (carries and reads & subtracted):
+            subtracted.update(id(value) for value in op.outputs)
         found.update(id(value) for value in op.outputs if value.is_masked)
     return found
+
+
+def _taken_away(op: Op, candidates: set[int]) -> set[int]:
+    """Return those of ``candidates`` whose negative ``op`` adds or returns."""
+    kind = canonical_name(op.type)
+    if kind not in ("sub", "rsub", "neg", "__neg__"):
+        return set()
+    index = 1 if kind == "sub" and len(op.arguments) > 1 else 0
+    return {id(argument.value) for argument in op.arguments if argument.index == index} & candidates
 
 
 def _state_arguments(op: Op) -> list[Value]:
@@ -112,12 +131,18 @@ def _state_arguments(op: Op) -> list[Value]:
 
 
 def _is_source(op: Op) -> bool:
-    if canonical_name(op.type) not in _SOURCES:
+    kind = canonical_name(op.type)
+    if kind not in _SOURCES:
         return False
-    return any(
-        isinstance(number, int | float) and not isinstance(number, bool) and number <= _SENTINEL
-        for number in op.literals.values()
-    )
+    return any(number <= SENTINEL or (kind != "mul" and number >= _HUGE) for number in _numbers(op))
+
+
+def _multiplies_by_sentinel(op: Op) -> bool:
+    return canonical_name(op.type) == "mul" and any(number >= -SENTINEL for number in _numbers(op))
+
+
+def _numbers(op: Op) -> list[float]:
+    return [n for n in op.literals.values() if isinstance(n, int | float) and not isinstance(n, bool)]
 
 
 def _carries(op: Op) -> bool:
@@ -130,4 +155,4 @@ def _is_sentinel_state(value: Value) -> bool:
         return False
     if "running" in state.name:
         return False
-    return state.tensor.numel() > 0 and bool(torch.amin(state.tensor.detach()) <= _SENTINEL)
+    return state.tensor.numel() > 0 and bool(torch.amin(state.tensor.detach()) <= SENTINEL)

@@ -10,6 +10,7 @@ from bitwright.config.matching import SpecMatch, lookup_spec
 from bitwright.program import Argument, Op, Program, Value
 
 from .chains import Chain
+from .exact_values import exact_values
 from .graph_ops import Passthrough, is_float, passthrough_of
 from .known_ranges import KnownRange, known_range, known_ranges, sentinel_values
 from .mutation import mutated_roots
@@ -114,7 +115,8 @@ def build_slots(program: Program, chains: Sequence[Chain]) -> SlotTable:
     """Return the slots of a program with the demands of its chains.
 
     Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, values that hold mask
-    sentinels, and tensors that an op writes to in place while others still look at them, have no slots.
+    sentinels or of which every digit matters, and tensors that an op writes to in place while others still look at
+    them, have no slots.
     """
     builder = _Builder(program, chains)
     for op in program.ops:
@@ -129,13 +131,15 @@ class _Builder:
         self.by_last = {id(chain.last): chain for chain in chains}
         self.inner = {id(op) for chain in chains for op in chain.ops}
         self.facts = known_ranges(program)
-        self.excluded = sentinel_values(program) | mutated_roots(program)
+        exact = exact_values(program)
+        self.excluded = sentinel_values(program) | mutated_roots(program) | exact.values
+        self.exact_ops = exact.ops
 
     def add(self, op: Op) -> None:
         chain = self.by_primary.get(id(op))
-        if chain is not None:
+        if chain is not None and id(op) not in self.exact_ops:
             self._add_inputs(chain)
-        elif id(op) not in self.inner and passthrough_of(op) is Passthrough.SAME_RANK:
+        elif chain is None and id(op) not in self.inner and passthrough_of(op) is Passthrough.SAME_RANK:
             self._add_passthrough(op)
         chain = self.by_last.get(id(op))
         if chain is not None:

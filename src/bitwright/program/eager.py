@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 
+from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
 from .signatures import argument_names
@@ -100,6 +100,8 @@ class _Tracer:
         path = self.paths[id(module)]
         frame = _Frame(path, path not in self.visited)
         self.visited.add(path)
+        if path in self.calls:
+            self.calls[path].times += 1
         if frame.recording:
             if self.frames and self.frames[-1].recording:
                 self.frames[-1].call.children.append(path)
@@ -181,7 +183,7 @@ class _Tracer:
         return value
 
     def _new_value(self, tensor: torch.Tensor, name: str, kind: ValueKind) -> Value:
-        value = Value(name, kind, tuple(tensor.shape), tensor.dtype, is_masked=_is_masked(tensor))
+        value = Value(name, kind, tuple(tensor.shape), tensor.dtype, is_masked=holds_mask(tensor))
         self.values[(id(tensor), _version(tensor))] = (weakref.ref(tensor), value)
         return value
 
@@ -256,16 +258,6 @@ _NOT_OPS = frozenset(
     }
     | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
 )
-
-
-def _is_masked(tensor: torch.Tensor) -> bool:
-    """Whether a number stands for minus infinity. Writes through views carry it where ops do not show."""
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2 or tensor.layout is not torch.strided:
-        return False
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.numel() == 0:
-        return False
-    with torch._C.DisableTorchFunction():
-        return bool(torch.amin(tensor.detach()) <= 0.5 * torch.finfo(tensor.dtype).min)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .export_errors import export_failure, forward_problem
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
+from .masks import holds_mask
 from .model import Program
 from .unlift import unlift
 
@@ -53,7 +55,12 @@ def capture_graph(
     module = unlift(exported, model)
     if generate:
         module.recompile()
-    return module, build_program(module, model, exported.module_call_graph)
+    program = build_program(module, model, exported.module_call_graph)
+    given = [leaf for leaf in tree_leaves(exported.example_inputs) if isinstance(leaf, torch.Tensor)]
+    if len(given) == len(program.inputs):
+        for value, tensor in zip(program.inputs, given, strict=True):
+            value.is_masked = holds_mask(tensor)
+    return module, program
 
 
 def _export(

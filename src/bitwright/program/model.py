@@ -101,7 +101,7 @@ class Value:
         uses: the arguments that read it.
         state: set where ``kind`` is STATE.
         view: set where the numbers are those of a parameter, once planning has linked views.
-        is_masked: the lowest number is that of the dtype or minus infinity, as far as the front end sees numbers.
+        is_masked: numbers stand for minus infinity (``masks.holds_mask``), as far as the front end sees numbers.
     """
 
     name: str
@@ -204,6 +204,7 @@ class ModuleCall:
         ops: every recorded call made directly in this module's forward, in order.
         children: paths of the modules called directly.
         repeats: boundaries of the later calls, where the front end records them.
+        times: how often the module was called, where the front end counts it.
     """
 
     path: str
@@ -213,6 +214,7 @@ class ModuleCall:
     ops: list[Op] = field(default_factory=list)
     children: list[str] = field(default_factory=list)
     repeats: list[ModuleCall] = field(default_factory=list)
+    times: int = 1
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -233,3 +233,34 @@ def test_scripted_modules_are_refused_by_name(mode):
     """The remedy is the module that was scripted."""
     with pytest.raises(TypeError, match=r"TorchScript module .*scripted or traced from"):
         Quantizer(torch.jit.script(nn.Linear(2, 2)), QuantizerConfig(execution_mode=mode))
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_calls_of_one_module_move_its_range_together(batches):
+    """A shared layer sees small numbers, then large ones: each forward counts with the union of its calls."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+            nn.init.eye_(self.layer.weight)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.layer(x) * 4
+            return x
+
+    torch.manual_seed(0)
+    quantizer = Quantizer(Shared(), QuantizerConfig(execution_mode="eager"))
+    data = [torch.randn(2, 4) for _ in range(batches)]
+    prepared = quantizer.prepare((data[0],))
+    simulator = prepared.layer.linear_quantize_input
+    with quantizer.calibration_mode(), torch.no_grad():
+        for batch in data:
+            prepared(batch)
+    gain = float(prepared.layer.weight.detach()[0, 0])  # nearly 1: weights are quantized while calibrating
+    ends = [max(float((batch * 16 * gain**2).max()), 0.0) for batch in data]
+    expected = ends[0]
+    for end in ends[1:]:
+        expected = 0.99 * expected + 0.01 * end
+    assert float(simulator.qparams_calculator.running_max) == pytest.approx(expected, rel=1e-5)

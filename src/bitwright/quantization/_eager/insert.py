@@ -13,7 +13,7 @@ from bitwright._utils.parametrization import parametrize_tensor
 from bitwright.planning import Placement, Plan, Site
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program import ModuleCall, Op, Program
-from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope
@@ -70,6 +70,9 @@ class Insertion:
         role = site.argument.label if site.argument is not None else f"output_{site.output_index}"
         child = f"{op.call}_quantize_{role}"
         module = self._modules[op.module_path]
+        calculator = simulator.qparams_calculator
+        if isinstance(calculator, RunningRangeMixin):
+            calculator.tensors_per_step = self._program.calls[op.module_path].times
         simulator.tensor_fqn = f"{op.module_path}.{child}" if op.module_path else child
         module.add_module(child, simulator)
         self._undo.append(lambda: module._modules.pop(child, None))

@@ -55,6 +55,7 @@ def tracks_in_place(calculator: Any, dtype: torch.dtype, device: torch.device) -
     return (
         calculator._initialized
         and not calculator._export_mode
+        and calculator.tensors_per_step == 1
         and measures_both_ends(calculator)
         and type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
         and calculator._buffers["scale"].shape == running.shape

@@ -34,6 +34,16 @@ class _Progress:
         self.restart = False
 
 
+class _Step:
+    """The tensors of one step of a running range: the range before it, and the union of theirs."""
+
+    __slots__ = ("before", "union")
+
+    def __init__(self) -> None:
+        self.before: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.union: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 class RunningRangeMixin(_Base):
     """Adds a range that runs along with the tensors; implement ``update_running_range`` to say how.
 
@@ -42,10 +52,14 @@ class RunningRangeMixin(_Base):
     Attributes:
         running_min: buffer, one entry per block, in the dtype of the tensors; empty until the first tensor.
         running_max: like ``running_min``.
+        tensors_per_step: so many tensors, the calls of one module in a forward of the model, move the range once, by
+            the union of their ranges; 1 by default.
     """
 
     running_min: torch.Tensor
     running_max: torch.Tensor
+    tensors_per_step: int = 1
+    _step: _Step | None = None
 
     _STATE_BUFFERS = ("scale", "zero_point", "minval", "running_min", "running_max")
 
@@ -83,10 +97,10 @@ class RunningRangeMixin(_Base):
 
     def compute_qparams(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> QParams:
         """Update the running range and return its parameters. The first tensor's range is taken as it is."""
-        if self._initialized and not self._progress.restart:
-            low, high = self.update_running_range(min_val, max_val)
+        if self.tensors_per_step > 1 and not torch.compiler.is_compiling():
+            low, high = self._in_step(min_val, max_val)
         else:
-            low, high = min_val, max_val
+            low, high = self._moved(min_val, max_val)
         if not torch.compiler.is_compiling():
             self._progress.count()
         elif self._progress.restart:  # no counting: a number that changes would have the graph compiled anew each time
@@ -98,6 +112,29 @@ class RunningRangeMixin(_Base):
             self._store_buffer("running_min", low)
             self._store_buffer("running_max", high)
         return self._compute_scale_zero_point_minval(tensor, low, high)
+
+    def _moved(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._initialized and not self._progress.restart:
+            return self.update_running_range(low, high)
+        return low, high
+
+    def _in_step(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the running range after one of the tensors that move it together."""
+        if self._step is None:
+            self._step = _Step()
+        step = self._step
+        is_first = self._progress.restart or self._progress.observations % self.tensors_per_step == 0
+        if is_first or step.union is None or step.union[0].shape != low.shape:
+            is_begun = self._initialized and not self._progress.restart
+            step.before = (self.running_min.clone(), self.running_max.clone()) if is_begun else None
+            step.union = low.detach(), high.detach()
+        else:
+            step.union = torch.minimum(step.union[0], low.detach()), torch.maximum(step.union[1], high.detach())
+        if step.before is None:
+            return step.union
+        self._store_buffer("running_min", step.before[0])
+        self._store_buffer("running_max", step.before[1])
+        return self.update_running_range(*step.union)
 
     def _initialize_state(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> None:
         with torch.inference_mode(False):

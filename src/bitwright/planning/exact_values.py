@@ -1,0 +1,103 @@
+"""Values of which every digit matters: what becomes an index, a flag, a coordinate or an angle.
+
+Eight bits that span all positions of a sequence name the wrong row of an embedding, and an angle of a few hundred
+radians that is off by one percent points anywhere. No range can be calibrated for such values, so they are left alone.
+They are found backwards from the ops that need every digit, through ops that read no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bitwright.program import Argument, Op, Program, Value
+from bitwright.program.aten_names import canonical_name
+
+__all__ = ["ExactValues", "exact_values"]
+
+_CASTS = frozenset({"to", "_to_copy", "type", "type_as", "long", "int", "short", "char", "byte", "bool"})
+_ROUNDING = frozenset(
+    {"floor", "ceil", "round", "trunc", "fix", "frac", "floor_divide", "__floordiv__", "remainder", "fmod", "__mod__"}
+    | {"bucketize", "searchsorted"}
+)
+_FLAGS = frozenset({"eq", "ne", "__eq__", "__ne__", "logical_not"})
+_ANGLES = frozenset({"sin", "cos", "tan"})
+# The argument of these that holds coordinates.
+_COORDINATES = {"grid_sampler": 1, "grid_sample": 1}
+
+
+@dataclass(slots=True)
+class ExactValues:
+    """What is left alone.
+
+    Attributes:
+        values: ids of the values.
+        ops: ids of the ops that compute nothing else; their inputs are left alone there.
+    """
+
+    values: set[int] = field(default_factory=set)
+    ops: set[int] = field(default_factory=set)
+
+
+def exact_values(program: Program) -> ExactValues:
+    """Return the values of ``program`` of which every digit matters, in time linear in its size.
+
+    A value that is rounded to an integer, or names a place, counts even if other ops read it too. One that becomes a
+    flag counts if nothing else reads it, and one that is an angle if no parameter has a part in it: networks of sines
+    are trained with the angles that they have.
+    """
+    found = ExactValues()
+    learned = _learned(program)
+    outputs = {id(value) for value in program.outputs}
+    for op in reversed(program.ops):
+        for value in op.outputs:
+            if id(value) not in outputs and _only_needed_exactly(value, found, learned):
+                found.values.add(id(value))
+        floats = [value for value in op.outputs if value.dtype.is_floating_point]
+        if floats and all(id(value) in found.values for value in floats) and not _reads_parameter(op):
+            found.ops.add(id(op))
+        found.values.update(id(a.value) for a in op.arguments if _is_rounded(a) or _is_angle(a, learned))
+    return found
+
+
+def _learned(program: Program) -> set[int]:
+    """Return the ids of values that a parameter has a part in."""
+    found: set[int] = set()
+    for op in program.ops:
+        if _reads_parameter(op) or any(id(argument.value) in found for argument in op.arguments):
+            found.update(id(value) for value in op.outputs)
+    return found
+
+
+def _reads_parameter(op: Op) -> bool:
+    return any(argument.value.state is not None and argument.value.state.is_parameter for argument in op.arguments)
+
+
+def _only_needed_exactly(value: Value, found: ExactValues, learned: set[int]) -> bool:
+    return bool(value.uses) and all(
+        id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use, learned) for use in value.uses
+    )
+
+
+def _is_rounded(use: Argument) -> bool:
+    kind = canonical_name(use.op.type)
+    if not use.value.dtype.is_floating_point:
+        return False
+    if kind in _COORDINATES:
+        return use.index == _COORDINATES[kind]
+    return kind in _ROUNDING or (kind in _CASTS and _result(use.op) == "integer")
+
+
+def _is_flag(use: Argument) -> bool:
+    kind = canonical_name(use.op.type)
+    return kind in _FLAGS or (kind in _CASTS and _result(use.op) == "flag")
+
+
+def _is_angle(use: Argument, learned: set[int]) -> bool:
+    return canonical_name(use.op.type) in _ANGLES and id(use.value) not in learned
+
+
+def _result(op: Op) -> str:
+    dtype = op.outputs[0].dtype if op.outputs else None
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+        return "number"
+    return "flag" if str(dtype) == "torch.bool" else "integer"

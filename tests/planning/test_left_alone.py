@@ -1,0 +1,172 @@
+"""Values that no scale fits, in both modes: masks, indices, flags, coordinates and angles are not simulated."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.planning.exact_values import exact_values
+from bitwright.program import trace_eager
+from bitwright.program.masks import holds_mask
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+MODES = ("graph", "eager")
+TOKENS = torch.randint(0, 30, (2, 40), generator=torch.Generator().manual_seed(0))
+INFINITE = float("inf")
+
+
+class Lambda(nn.Module):
+    """A module whose forward is a function of itself and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def calibrated(model: nn.Module, mode: str, *inputs: Any) -> nn.Module:
+    """Quantize weights and activations."""
+    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig(execution_mode=mode))
+    prepared = quantizer.prepare(inputs)
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(*inputs)
+    return prepared.eval()
+
+
+def simulated(function: Callable[..., Any], mode: str, *inputs: Any, **modules: Any) -> list[str]:
+    """Types of the ops at which activations are simulated."""
+    quantizer = Quantizer(Lambda(function, **modules).eval(), QuantizerConfig(execution_mode=mode))
+    plan = quantizer.plan(inputs)
+    placements = [placement for placement in plan.placements if placement.state is None]
+    return sorted({site.op.type for placement in placements for site in placement.sites})
+
+
+def decibel(expected: torch.Tensor, found: torch.Tensor) -> float:
+    noise = (expected.double() - found.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+def learned_positions(s: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Positions counted in floats, as OPT does it."""
+    ones = torch.ones(tokens.shape)
+    positions = (torch.cumsum(ones, 1) * ones - 1).long()
+    return s.head(s.words(tokens) + s.places(positions))
+
+
+def rotary(s: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings at positions in the thousands."""
+    positions = torch.arange(3000, 3000 + tokens.shape[1]).float()
+    phases = torch.outer(positions, s.rates) @ torch.eye(4)
+    phases = torch.cat([phases, phases], -1) * 1.0
+    x = s.words(tokens)
+    turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return s.head(x * phases.cos() + turned * phases.sin())
+
+
+def network(function: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    model = Lambda(function, words=nn.Embedding(30, 8), places=nn.Embedding(64, 8), head=nn.Linear(8, 8))
+    model.register_buffer("rates", 10000.0 ** (-torch.arange(4) / 4))
+    return model.eval()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("function", [learned_positions, rotary])
+def test_positions_are_exact(function: Callable[..., Any], mode: str) -> None:
+    """A position that is off by one names another row; an angle in the thousands has no eight-bit form."""
+    model = network(function)
+    with torch.no_grad():
+        assert decibel(model(TOKENS), calibrated(model, mode, TOKENS)(TOKENS)) > 28
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, x: s.table[(x * 7 + 1).long()], []),
+        (lambda s, x: s.table[torch.bucketize(x * 3, s.edges)], []),
+        (lambda s, x: s.table[((x / 4).log() * 2 - 1).ceil().int()], []),
+        (lambda s, x: torch.where((x * 2) == 4, 1.0, 0.0).cumsum(0), []),
+        (lambda s, x: ((y := x * 2) - y.floor()).cumsum(0), ["sub"]),
+        (lambda s, x: torch.sin(x * 50).cumsum(0), []),
+        (lambda s, x: torch.sin(x * 50 * s.gain).cumsum(0), ["mul"]),
+        (lambda s, x: F.grid_sample(s.image, (x.view(1, 2, 2, 2) * 2), align_corners=False).cumsum(0), []),
+        (lambda s, x: (x * 7 + 1).cumsum(0), ["add", "mul"]),
+    ],
+    ids=["index", "bucket", "rounded", "flag", "fraction", "angle", "learned-angle", "coordinate", "number"],
+)
+def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[str], mode: str) -> None:
+    """Ops that only make such values; one that makes numbers besides, or angles with a parameter, is simulated."""
+
+    class Holder(Lambda):
+        def __init__(self) -> None:
+            super().__init__(function)
+            self.register_buffer("table", torch.randn(1000))
+            self.register_buffer("edges", torch.arange(10.0))
+            self.register_buffer("image", torch.randn(1, 1, 4, 4))
+            self.gain = nn.Parameter(torch.ones(8))
+
+    plan = Quantizer(Holder().eval(), QuantizerConfig(execution_mode=mode)).plan((torch.rand(8) + 5,))
+    sites = [site for placement in plan.placements if placement.state is None for site in placement.sites]
+    assert sorted({site.op.type.strip("_").removeprefix("r") for site in sites}) == expected
+
+
+def test_values_that_are_returned_are_numbers() -> None:
+    """A result of the model is simulated even if it is rounded besides."""
+    program = trace_eager(Lambda(lambda s, x: ((y := x * 3), (y == 2).float().cumsum(0))), (torch.rand(8),))
+    assert not exact_values(program).ops
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda x, mask: x - 1e30 * mask,
+        lambda x, mask: x - 65500 * (1 - mask),
+        lambda x, mask: x + (-(mask * 1e9)),
+        lambda x, mask: x.masked_fill(mask > 0, INFINITE).neg(),
+        lambda x, mask: torch.where(mask > 0, x, torch.finfo(x.dtype).min),
+    ],
+    ids=["subtracted", "subtracted-inverse", "negative", "infinite", "where"],
+)
+def test_ways_to_mask(masked: Callable[..., torch.Tensor], mode: str) -> None:
+    """Whatever writes sentinels into scores, their range does not become the scale of anything."""
+    mask = torch.tensor([0.0] * 6 + [1.0] * 2)
+    model = Lambda(lambda s, x: torch.softmax(masked(s.layer(x) * 1.5, mask.clone()), -1), layer=nn.Linear(8, 8)).eval()
+    x = torch.randn(4, 8)
+    prepared = calibrated(model, mode, x)
+    with torch.no_grad():
+        assert decibel(model(x), prepared(x)) > 25
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -INFINITE, -1e4])
+def test_masks_that_are_given_to_the_model(lowest: float, mode: str) -> None:
+    """An additive mask among the inputs is known by its numbers."""
+    mask = torch.tensor([0.0] * 6 + [lowest] * 2)
+    model = Lambda(lambda s, x, m: torch.softmax(s.layer(x) + m, -1), layer=nn.Linear(8, 8)).eval()
+    x = torch.randn(4, 8)
+    prepared = calibrated(model, mode, x, mask)
+    with torch.no_grad():
+        assert decibel(model(x, mask), prepared(x, mask)) > 25
+
+
+def test_what_is_a_mask() -> None:
+    """Nothing but zeros and sentinels, or the smallest number that there is; large data is none."""
+    assert holds_mask(torch.tensor([0.0, -1e4]))
+    assert holds_mask(torch.tensor([3.0, -math.inf]))
+    assert not holds_mask(torch.tensor([0.0, -32768.0, 5.0]))
+    assert not holds_mask(torch.tensor([0, -(10**6)]))
+    assert not holds_mask(torch.zeros(0))
+    assert not holds_mask(torch.full((2,), -math.inf, device="meta"))
