@@ -1,9 +1,13 @@
-"""How the CPU kernels are compiled: without the GIL, without fast math, kept on disk between processes."""
+"""How compiled functions are built: without the GIL, kept on disk between processes.
+
+Nothing else imports ``numba.njit``. The kernels of quantization and the clustering of palettization are compiled here.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import platform
@@ -16,12 +20,15 @@ import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 
-__all__ = ["called", "compiled", "entry", "inlined", "unsupported_reason"]
+__all__ = ["called", "compiled", "entry", "inlined", "reordering", "unsupported_reason"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+# What the machine code of every package depends on besides the package's own sources.
+_SHARED_SOURCES = (Path(__file__), Path(__file__).parent.parent / "layout.py")
 
 
 def unsupported_reason() -> str | None:
@@ -44,8 +51,9 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def called(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that compiled functions call and that is not worth inlining."""
-    built: Callable[P, R] = numba.njit(error_model="numpy")(function)
+    """Compile a function that only compiled functions call and that is not worth inlining."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    built: Callable[P, R] = numba.njit(error_model="numpy", **options)(function)
     return built
 
 
@@ -53,16 +61,23 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that Python calls: it releases the GIL, and its machine code is kept on disk.
 
     Numba notices a change of the file that holds the function, not of the files it imports. The folder of the cache
-    therefore carries a digest of this package's sources.
+    therefore carries a digest of the sources of the function's package.
     """
-    folder = _cache_folder()
-    if folder is None:
-        built: Callable[P, R] = numba.njit(nogil=True, error_model="numpy")(function)
-        return built
+    return _kept(function)
+
+
+def reordering(function: Callable[P, R]) -> Callable[P, R]:
+    """Like :func:`compiled`, with float sums that the compiler may reorder to fill vector registers."""
+    return _kept(function, fastmath={"reassoc", "contract", "nsz"})
+
+
+def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    folder = _cache_folder(Path(inspect.getfile(function)).parent)
     before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = folder
+    numba_config.CACHE_DIR = folder or before
     try:
-        built = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        jit = numba.njit(nogil=True, error_model="numpy", cache=folder is not None, **options)
+        built: Callable[P, R] = jit(function)
     finally:
         numba_config.CACHE_DIR = before
     return built
@@ -85,24 +100,23 @@ def entry(function: Callable[P, R], arguments: int) -> Callable[P, R]:
 
 
 @functools.cache
-def _cache_folder() -> str | None:
-    """Writable folder of the machine code, or None when there is none."""
+def _cache_folder(package: Path) -> str | None:
+    """Writable folder of the machine code of a package's present sources, or None when there is none."""
     digest = hashlib.sha256(numba.__version__.encode())
-    here = Path(__file__).parent
-    for source in (here.parent / "layout.py", *sorted(here.glob("*.py"))):
-        digest.update(source.read_bytes())
     chosen = os.environ.get("BITWRIGHT_CACHE_DIR")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"
-    folder = base / f"kernels-{digest.hexdigest()[:16]}"
     try:
+        for source in (*_SHARED_SOURCES, *sorted(package.glob("*.py"))):
+            digest.update(source.read_bytes())
+        base = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright")
+        folder = base / f"{package.name}-{digest.hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "Compiled kernels cannot be kept in %s (%s): every process compiles them again. "
+            "Compiled functions of %s cannot be kept (%s): every process compiles them again. "
             "Set BITWRIGHT_CACHE_DIR to a writable folder.",
-            folder,
+            package.name,
             error,
         )
         return None

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import called, inlined, kernel
+from bitwright.kernels.cpu.compiling import called, compiled, inlined
 from bitwright.palettization.clustering._paths import (
     _difference_error,
     _product_error,
@@ -192,7 +192,7 @@ def _solved(
     return bounds, error
 
 
-@kernel
+@compiled
 def fill_centroids(
     values: _Floats,
     weights: _Floats,

@@ -14,8 +14,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from bitwright.kernels.cpu.compiling import called, compiled, inlined
 from bitwright.palettization.clustering._atoms import cube_roots, spread_unit
-from bitwright.palettization.clustering._jit import called, inlined, kernel
 
 _Floats = npt.NDArray[np.float64]
 _Codes = npt.NDArray[np.uint32]
@@ -28,7 +28,7 @@ _EMPTY = np.int64(-1)
 _NEGATIVE_ZERO = np.int64(0x80000000)
 
 
-@kernel
+@compiled
 def count_cells(codes: npt.NDArray[np.unsignedinteger], shift: int, counts: npt.NDArray[np.uint32]) -> None:
     """Add to ``counts[code >> shift]`` for every code.
 
@@ -44,7 +44,7 @@ def count_cells(codes: npt.NDArray[np.unsignedinteger], shift: int, counts: npt.
         counts[codes[i] >> shift] += np.uint32(1)
 
 
-@kernel
+@compiled
 def weigh_cells(
     codes: npt.NDArray[np.unsignedinteger], weights: npt.NDArray[np.floating], shift: int, masses: _Floats
 ) -> None:
@@ -53,7 +53,7 @@ def weigh_cells(
         masses[codes[i] >> shift] += weights[i]
 
 
-@kernel
+@compiled
 def few_values(codes: _Codes, weights: npt.NDArray[np.floating], most: int) -> npt.NDArray[np.uint32]:
     """The different float32 bit patterns among values of positive weight, or ``most + 1`` of them.
 
@@ -81,7 +81,7 @@ def few_values(codes: _Codes, weights: npt.NDArray[np.floating], most: int) -> n
     return found[:size]
 
 
-@kernel
+@compiled
 def occupied_cells(
     counts: npt.NDArray[np.uint32],
 ) -> tuple[npt.NDArray[np.uint32], _Floats]:
@@ -126,7 +126,7 @@ def _cell_start_and_step(cell: int) -> tuple[float, float]:
     return mantissa * step, step
 
 
-@kernel
+@compiled
 def plan_bins(
     cells: npt.NDArray[np.uint32], masses: _Floats, counts: _Floats, target: int
 ) -> tuple[npt.NDArray[np.uint32], int]:
@@ -169,7 +169,7 @@ def _drop(code: np.uint32, table: _Codes, bins: _Bins) -> None:
     bins[place] += np.uint64(0x10000000000) + np.uint64(low)
 
 
-@kernel
+@compiled
 def fill_bins(codes: _Codes, table: _Codes, bins: _Bins) -> None:
     """Add ``2^40 + (code & 0xFFFF)`` to each code's bin; at most 2^24 - 1 codes between two readings."""
     quarter = codes.size // 4
@@ -182,7 +182,7 @@ def fill_bins(codes: _Codes, table: _Codes, bins: _Bins) -> None:
         _drop(codes[i], table, bins)
 
 
-@kernel
+@compiled
 def read_bins(parts: _Bins) -> tuple[_Floats, _Floats]:
     """Counts and sums of lower bits (whole numbers, exact) that :func:`fill_bins` left in ``[parts, bins]``."""
     counts = np.zeros(parts.shape[1])
@@ -194,7 +194,7 @@ def read_bins(parts: _Bins) -> tuple[_Floats, _Floats]:
     return counts, sums
 
 
-@kernel
+@compiled
 def weigh_bins(codes: _Codes, weights: npt.NDArray[np.floating], table: _Codes, masses: _Floats, sums: _Floats) -> None:
     """Like :func:`fill_bins` with weights: their sums, and the sums of weight · lower bits."""
     for i in range(codes.size):
@@ -206,7 +206,7 @@ def weigh_bins(codes: _Codes, weights: npt.NDArray[np.floating], table: _Codes, 
         sums[place] += np.float64(weights[i]) * np.float64(low)
 
 
-@kernel
+@compiled
 def atoms_of_bins(
     cells: npt.NDArray[np.uint32], table: _Codes, masses: _Floats, sums: _Floats
 ) -> tuple[_Floats, _Floats]:
@@ -232,7 +232,7 @@ def atoms_of_bins(
     return values[:size].copy(), weights[:size].copy()
 
 
-@kernel
+@compiled
 def first_labels(
     cells: npt.NDArray[np.uint32], table: _Codes, n_bins: int, thresholds: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.uint8], int]:
@@ -268,7 +268,7 @@ WHOLE_CELLS: npt.NDArray[np.uint32] = (np.arange(N_CELLS, dtype=np.uint32) << np
 """The table of :func:`plan_bins` with one bin for every cell."""
 
 
-@kernel
+@compiled
 def finite_cells() -> npt.NDArray[np.uint32]:
     """All cells of finite values, ascending."""
     counts = np.zeros((1, N_CELLS), np.uint32)
@@ -277,7 +277,7 @@ def finite_cells() -> npt.NDArray[np.uint32]:
     return occupied_cells(counts)[0]
 
 
-@kernel
+@compiled
 def plan_bins_for(thresholds: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint32], int]:
     """Cut the cells so finely that a bin seldom holds two of the ascending thresholds; see :func:`plan_bins`."""
     counts = np.zeros(N_CELLS, np.uint32)

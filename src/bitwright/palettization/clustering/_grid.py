@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from bitwright.kernels.cpu.compiling import called, compiled, inlined
 from bitwright.palettization.clustering._atoms import centred_moments
-from bitwright.palettization.clustering._jit import called, inlined, kernel
 
 _Floats = npt.NDArray[np.float64]
 
@@ -41,7 +41,7 @@ def _gaps(values: _Floats, moments: _Floats, levels: _Floats) -> _Floats:
     return errors
 
 
-@kernel
+@compiled
 def choose_levels(
     values: _Floats, weights: _Floats, levels: _Floats, n_clusters: int, chosen: npt.NDArray[np.int64]
 ) -> int:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import inlined, kernel, reordering
+from bitwright.kernels.cpu.compiling import compiled, inlined, reordering
 
 _Floats = npt.NDArray[np.float64]
 _Labels = npt.NDArray[np.uint8]
@@ -17,7 +17,7 @@ _SEARCHED = 512
 _COMPARED = 32
 
 
-@kernel
+@compiled
 def thresholds_of(centroids: _Floats, wide: bool) -> _Floats:
     """Midpoints between neighbours of an ascending palette, infinity from its last different entry on.
 
@@ -64,7 +64,7 @@ def weighted_squared_error(
     return total
 
 
-@kernel
+@compiled
 def error_of(
     values: npt.NDArray[np.floating],
     weights: npt.NDArray[np.floating],
@@ -82,7 +82,7 @@ def error_of(
     return total
 
 
-@kernel
+@compiled
 def label_by_search(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np.floating], labels: _Labels) -> None:
     """Count the thresholds below each value, for a block of values at a time so that vector registers fill.
 
@@ -114,7 +114,7 @@ def label_by_search(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np
             labels[start + i] = places[i]
 
 
-@kernel
+@compiled
 def label_ordered_rows(rows: npt.NDArray[np.floating], palettes: _Floats, labels: npt.NDArray[np.uint8]) -> None:
     """Labels ``[R, N]`` of ``rows [R, N]`` in ``palettes [R, K]`` that ascend, the last entry maybe repeated."""
     for i in range(rows.shape[0]):
@@ -129,7 +129,7 @@ def _start(code: np.uint32, table: npt.NDArray[np.uint32], first: _Labels) -> np
     return label
 
 
-@kernel
+@compiled
 def label_by_bins(
     values: npt.NDArray[np.float32],
     table: npt.NDArray[np.uint32],
@@ -156,7 +156,7 @@ def label_by_bins(
         labels[i] = label
 
 
-@kernel
+@compiled
 def label_by_cell(
     values: npt.NDArray[np.float32], first: _Labels, thresholds: npt.NDArray[np.float32], labels: _Labels
 ) -> None:
@@ -173,14 +173,14 @@ def label_by_cell(
         labels[i] = label + (values[i] > thresholds[label])
 
 
-@kernel
+@compiled
 def label_by_code(codes: npt.NDArray[np.uint16], of_code: _Labels, labels: _Labels) -> None:
     """Labels of 16-bit values from a table over all patterns."""
     for i in range(codes.size):
         labels[i] = of_code[codes[i]]
 
 
-@kernel
+@compiled
 def moments_by_label(
     points: npt.NDArray[np.floating],
     weights: npt.NDArray[np.floating],

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import called, kernel
+from bitwright.kernels.cpu.compiling import called, compiled
 
 _Floats = npt.NDArray[np.float64]
 _Real = npt.NDArray[np.floating]
@@ -60,7 +60,7 @@ def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt
             labels[i] = k if nearer else labels[i]
 
 
-@kernel
+@compiled
 def label_vectors(points: _Real, scale: float, centroids: _Real, labels: _Labels) -> None:
     """Index of the nearest row of ``centroids [K, D]`` to ``scale · points [N, D]``, in the centroids' dtype."""
     centre = np.zeros(points.shape[1])
@@ -75,7 +75,7 @@ def label_vectors(points: _Real, scale: float, centroids: _Real, labels: _Labels
             labels[start + i] = nearest[i]
 
 
-@kernel
+@compiled
 def gather_step(
     points: _Real,
     weights: _Real,
@@ -124,7 +124,7 @@ def gather_step(
     return error, worst, place
 
 
-@kernel
+@compiled
 def error_of_vectors(points: _Real, weights: _Real, labels: _Labels, centroids: _Floats) -> float:
     """Σ weight · |point - centroid|² in float64; ``weights`` may be empty."""
     total = 0.0
@@ -162,7 +162,7 @@ def _pick(chances: _Real, total: float, state: npt.NDArray[np.uint64]) -> int:
     return last
 
 
-@kernel
+@compiled
 def seed_centroids(
     points: npt.NDArray[np.float32], weights: _Real, n_clusters: int, state: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float32]:
@@ -208,7 +208,7 @@ def moved_centroids(centroids: npt.NDArray[np.float32], masses: _Floats, sums: _
     return empty
 
 
-@kernel
+@compiled
 def run_lloyd(
     points: npt.NDArray[np.float32],
     weights: _Real,
@@ -323,7 +323,7 @@ def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int)
     return dropped
 
 
-@kernel
+@compiled
 def breathe(
     points: npt.NDArray[np.float32],
     weights: _Real,
@@ -371,7 +371,7 @@ def breathe(
     return centroids, error
 
 
-@kernel
+@compiled
 def few_vectors(points: _Real, weights: _Real, most: int) -> npt.NDArray[np.int64]:
     """Rows that are the first of their kind among those of positive weight; stops at ``most + 1`` of them."""
     dims = points.shape[1]

@@ -21,7 +21,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bitwright.palettization.clustering._jit import called, inlined
+from bitwright.kernels.cpu.compiling import called, inlined
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int32]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bitwright.kernels.cpu.compiling import compiled
 from bitwright.palettization.clustering._atoms import fill_centroids
-from bitwright.palettization.clustering._jit import kernel
 
 _Floats = npt.NDArray[np.float64]
 
 
-@kernel
+@compiled
 def atoms_of_sorted(row: npt.NDArray[np.floating], weights: npt.NDArray[np.floating]) -> tuple[_Floats, _Floats]:
     """Different values and their counts, or sums of weights; values of no weight are left out."""
     size = 1
@@ -32,7 +32,7 @@ def atoms_of_sorted(row: npt.NDArray[np.floating], weights: npt.NDArray[np.float
     return values[: at + 1], masses[: at + 1]
 
 
-@kernel
+@compiled
 def cluster_sorted_rows(
     rows: npt.NDArray[np.floating],
     weights: npt.NDArray[np.floating],

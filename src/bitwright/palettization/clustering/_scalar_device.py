@@ -14,8 +14,8 @@ from torch import Tensor
 from bitwright.palettization.clustering import _device
 from bitwright.palettization.clustering._atoms import cluster_atoms
 from bitwright.palettization.clustering._effort import EXACT, Effort, effort_for
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._scalar_host import solve_rows
+from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering.inputs import check_finite
 from bitwright.palettization.clustering.result import ClusterResult
 

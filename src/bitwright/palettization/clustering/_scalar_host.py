@@ -9,10 +9,10 @@ from torch import Tensor
 
 from bitwright.palettization.clustering import _rows
 from bitwright.palettization.clustering._effort import EXACT, Effort, effort_for
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._long_rows import cluster_binned, cluster_patterns
 from bitwright.palettization.clustering._pieces import CHUNK, NO_WEIGHTS, SHORT, as_numpy, in_turn, row_slices
 from bitwright.palettization.clustering._scalar_labels import label_rows, row_errors
+from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering.inputs import check_finite
 from bitwright.palettization.clustering.result import ClusterResult
 

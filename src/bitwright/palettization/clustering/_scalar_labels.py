@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bitwright.palettization.clustering import _bins, _labels
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._pieces import (
     CHUNK,
     NO_WEIGHTS,
@@ -23,6 +22,7 @@ from bitwright.palettization.clustering._pieces import (
     row_slices,
     slices_of,
 )
+from bitwright.palettization.clustering._threads import run_all
 
 _Floats = npt.NDArray[np.float64]
 _Labels = npt.NDArray[np.uint8]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bitwright.palettization.clustering import _lloyd
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, as_numpy, slices_of
+from bitwright.palettization.clustering._threads import run_all
 
 _Floats = npt.NDArray[np.float64]
 _Labels = npt.NDArray[np.uint8]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bitwright.palettization.clustering import _device
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, in_turn
+from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering._vectors_host import palette_of, strata, stream_of, tidy
 from bitwright.palettization.clustering.result import ClusterResult
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bitwright.palettization.clustering import _lloyd
-from bitwright.palettization.clustering._jit import run_all
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, Sweep, as_numpy, in_turn, slices_of
+from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering._vector_labels import label_groups, vector_errors
 from bitwright.palettization.clustering.result import ClusterResult
 

@@ -59,9 +59,9 @@ def cluster_on_grid(values: Tensor, n_clusters: int, levels: Tensor, *, weights:
 
 def _cluster(values: Tensor, weights: Tensor | None, n_clusters: int, grids: npt.NDArray[np.float64]) -> ClusterResult:
     from bitwright.palettization.clustering._grid import choose_levels
-    from bitwright.palettization.clustering._jit import run_all
     from bitwright.palettization.clustering._long_rows import row_atoms
     from bitwright.palettization.clustering._scalar_labels import label_rows, row_errors
+    from bitwright.palettization.clustering._threads import run_all
 
     array = None if weights is None else weights.numpy()
     palettes = np.empty((values.shape[0], n_clusters))

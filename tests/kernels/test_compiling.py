@@ -1,0 +1,58 @@
+"""Where the machine code of compiled functions is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bitwright.kernels.cpu import compiling
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """The answer is kept for a process; here every test asks again."""
+    compiling._cache_folder.cache_clear()
+    yield
+    compiling._cache_folder.cache_clear()
+
+
+def package(folder: Path, source: str) -> Path:
+    """A package of one module."""
+    folder.mkdir(exist_ok=True)
+    (folder / "kernels.py").write_text(source)
+    return folder
+
+
+def test_every_state_of_the_sources_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba would keep code that contains an old version of what a function calls from another file."""
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    first = compiling._cache_folder(package(tmp_path / "sums", "a = 1"))
+    compiling._cache_folder.cache_clear()
+    assert compiling._cache_folder(tmp_path / "sums") == first
+    compiling._cache_folder.cache_clear()
+    second = compiling._cache_folder(package(tmp_path / "sums", "a = 2"))
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert [Path(found).name.split("-")[0] for found in (first, second)] == ["sums", "sums"]
+    assert Path(first).parent == Path(second).parent == tmp_path / "cache"
+
+
+def test_without_a_writable_folder_functions_work_and_a_warning_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names the package and the variable that helps."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        add = compiling.compiled(_add)
+    assert add(1, 2) == 3
+    assert "Compiled functions of kernels cannot be kept" in caplog.text
+    assert "BITWRIGHT_CACHE_DIR" in caplog.text
+
+
+def _add(a: int, b: int) -> int:
+    return a + b
