@@ -1,9 +1,10 @@
 """Graph mode: what prepare and finalize cost beside ``torch.export``, and how fast the prepared model runs.
 
-Run ``python benchmarks/graph.py [model ...]``; models are ``mlp50``, ``gpt6`` and the like (layers, blocks). With
-``BITWRIGHT_PEER_PYTHON`` set the same is measured in coreai-opt's interpreter and printed beside it. Times are CPU
-seconds on one thread, so that other processes on the machine matter less; forwards are the least of ten, in
-milliseconds. ``benchmarks/results/graph.json`` keeps the figures of all models.
+Run ``python benchmarks/graph.py [model ...] [package ...]``; models are ``mlp50``, ``gpt6`` and the like (layers,
+blocks), packages ``bitwright`` and ``coreai_opt``. With ``BITWRIGHT_PEER_PYTHON`` set the same is measured in
+coreai-opt's interpreter and printed beside ours. Without models it goes on where it was interrupted: figures that are
+there already are left out. Times are CPU seconds on one thread, so that other processes on the machine matter less;
+forwards are the least of ten, in milliseconds. ``benchmarks/results/graph.json`` keeps the figures of all models.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 COLUMNS = ("export", "prepare", "added", "forward", "float", "switch", "finalize", "coreai")
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "graph.json"
+LIMIT = 600  # seconds for one package and model
 DEFAULT = ("mlp50", "mlp200", "mlp800", "gpt6", "gpt24", "gpt48")
 
 
@@ -101,29 +103,34 @@ def milliseconds(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
     return 1e3 * min(times[1:])
 
 
-def main(names: list[str]) -> None:
-    """Print the rows of each model, and add them to the results."""
-    peer = os.environ.get("BITWRIGHT_PEER_PYTHON", "")
+def main(arguments: list[str]) -> None:
+    """Print the rows of each model, and add them to the results as soon as they are there."""
+    interpreters = {"bitwright": sys.executable, "coreai_opt": os.environ.get("BITWRIGHT_PEER_PYTHON", "")}
+    packages = [package for package in interpreters if package in arguments] or list(interpreters)
+    names = [argument for argument in arguments if argument not in interpreters]
     known = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
-    print(f"{'':8}{'':12}" + "".join(f"{column:>10}" for column in COLUMNS))
-    for name in names:
-        entry: dict[str, Any] = {"bitwright": _elsewhere(sys.executable, name, "bitwright", 3)}
-        if peer:
-            entry["coreai_opt"] = _elsewhere(peer, name, "coreai_opt", 1)
-            entry["ratios"] = _ratios(entry["bitwright"], entry["coreai_opt"])
-        for package in ("bitwright", "coreai_opt"):
-            for row in ("first", "median") if package in entry else ():
+    print(f"{'':20}" + "".join(f"{column:>10}" for column in COLUMNS))
+    for name in names or DEFAULT:
+        entry: dict[str, Any] = known.setdefault(name, {})
+        for package in packages:
+            if not interpreters[package] or (not names and package in entry):
+                continue
+            repeats = 3 if package == "bitwright" else 1
+            entry[package] = _elsewhere(interpreters[package], name, package, repeats)
+            for row in ("first", "median"):
                 figures = "".join(f"{entry[package][column][row]:10.3f}" for column in COLUMNS)
                 print(f"{name:8}{package + ' ' + row:20}{figures}", flush=True)
+            if len(interpreters.keys() & entry.keys()) == len(interpreters):
+                entry["ratios"] = _ratios(entry["bitwright"], entry["coreai_opt"])
+            RESULTS.write_text(json.dumps({"machine": machine(), "results": known}, indent=2) + "\n")
         print("".join(f"  {key} {value:.3g}" for key, value in entry.get("ratios", {}).items()), flush=True)
-        known[name] = entry
-        RESULTS.write_text(json.dumps({"machine": machine(), "results": known}, indent=2) + "\n")
 
 
 def _elsewhere(interpreter: str, name: str, package: str, repeats: int) -> Any:
     """Measure in a process of its own, so that the first round is the first one in it."""
     call = [interpreter, str(Path(__file__).resolve()), "--one", name, package, str(repeats)]
-    return json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    done = subprocess.run(call, capture_output=True, text=True, check=True, timeout=LIMIT)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _ratios(ours: Any, theirs: Any) -> dict[str, float]:
@@ -146,4 +153,4 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         print(json.dumps(measure(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
     else:
-        main(sys.argv[1:] or list(DEFAULT))
+        main(sys.argv[1:])

@@ -16,23 +16,11 @@ from bitwright.planning.exact_values import exact_values
 from bitwright.program import trace_eager
 from bitwright.program.masks import holds_mask
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.lambda_module import Lambda
 
 MODES = ("graph", "eager")
 TOKENS = torch.randint(0, 30, (2, 40), generator=torch.Generator().manual_seed(0))
 INFINITE = float("inf")
-
-
-class Lambda(nn.Module):
-    """A module whose forward is a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 def calibrated(model: nn.Module, mode: str, *inputs: Any) -> nn.Module:
@@ -42,14 +30,6 @@ def calibrated(model: nn.Module, mode: str, *inputs: Any) -> nn.Module:
     with quantizer.calibration_mode(), torch.no_grad():
         prepared(*inputs)
     return prepared.eval()
-
-
-def simulated(function: Callable[..., Any], mode: str, *inputs: Any, **modules: Any) -> list[str]:
-    """Types of the ops at which activations are simulated."""
-    quantizer = Quantizer(Lambda(function, **modules).eval(), QuantizerConfig(execution_mode=mode))
-    plan = quantizer.plan(inputs)
-    placements = [placement for placement in plan.placements if placement.state is None]
-    return sorted({site.op.type for placement in placements for site in placement.sites})
 
 
 def decibel(expected: torch.Tensor, found: torch.Tensor) -> float:
