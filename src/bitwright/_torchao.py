@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
-    "fake_quantize_base",
     "granularity",
     "mapping_type",
     "pt2e",
@@ -69,14 +68,6 @@ def qat_config_class(name: str) -> type:
 
     found: type = getattr(module, name)
     return found
-
-
-def fake_quantize_base() -> type:
-    """Return torchao's PT2E ``FakeQuantizeBase``."""
-    from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
-
-    base: type = FakeQuantizeBase
-    return base
 
 
 def register_fake_quantize(cls: type) -> None:

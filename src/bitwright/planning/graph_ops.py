@@ -18,7 +18,6 @@ __all__ = [
     "ACTIVATIONS",
     "OpRole",
     "Passthrough",
-    "default_inputs",
     "is_float",
     "is_quantized",
     "passthrough_of",
@@ -138,11 +137,6 @@ def is_quantized(op_type: str) -> bool:
 def passthrough_of(op: Op) -> Passthrough | None:
     """Return how ``op`` moves values, None if it changes them or is not known."""
     return _PASSTHROUGH.get(canonical_name(op.type))
-
-
-def default_inputs(op: Op, role: OpRole) -> frozenset[int] | None:
-    """Return the positions of the arguments that ``"*"`` speaks about, None for all."""
-    return None if role.inputs is None else frozenset(role.inputs)
 
 
 def is_float(value: Value) -> bool:

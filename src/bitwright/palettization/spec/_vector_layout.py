@@ -54,11 +54,6 @@ class VectorLayout:
         """Shape of the indices: that of the weight with dimension 0 divided by the length of a vector."""
         return (self.shape[0] // self.dim, *self.shape[1:]) if self.dim > 1 else self.shape
 
-    @property
-    def table_shape(self) -> tuple[int, int]:
-        """Number of groups along dimensions 0 and 1."""
-        return (1, self.groups) if self.axis == 1 else (self.groups, 1)
-
     def split(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the vectors of each group, ``[P, N, D]``; a view where possible."""
         if self.axis == 1:
