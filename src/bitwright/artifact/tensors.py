@@ -12,7 +12,7 @@ import torch
 from bitwright.formats import decode
 
 from .errors import ArtifactError
-from .layouts import DenseLayout, PalettizedLayout, QuantizedLayout, TensorLayout
+from .layouts import DenseLayout, PalettizedLayout, QuantizedLayout, TensorLayout, dtype_name
 from .tracing import dequantize, unpack_codes
 
 __all__ = ["CompressedTensor", "DenseTensor", "PalettizedTensor", "QuantizedTensor", "build_tensor"]
@@ -118,8 +118,6 @@ class DenseTensor(CompressedTensor[DenseLayout]):
         Raises:
             ValueError: tensors of this dtype cannot be stored.
         """
-        from .layouts import dtype_name
-
         layout = DenseLayout(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
         return cls(layout, {"values": tensor.detach().contiguous()})
 

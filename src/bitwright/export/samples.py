@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.artifact import CompressedTensor, compress_tensor
+from bitwright.artifact.sites import weight_sites
 from bitwright.config.spec import CompressionSpec, CompressionTargetTensor
 from bitwright.palettization import PalettizationSpec
 from bitwright.palettization.spec import PerGroupedChannelGranularity
@@ -97,16 +98,22 @@ def sample_weight(specs: tuple[CompressionSpec, ...], shape: tuple[int, ...], dt
         simulator(weight)
         simulator.disable_observer()
         return compress_tensor(weight, [simulator], "weight")
-    model: nn.Module = nn.Linear(shape[1], shape[0], bias=False)
-    if len(shape) != 2:
-        model = nn.Module()
-    model.weight = nn.Parameter(weight)
+    model = _layer(weight)
     for spec in specs:
         model = _prepared(model, spec, weight)
-    from bitwright.artifact.sites import weight_sites
-
     site = weight_sites(model)[0]
     return compress_tensor(site.tensor, site.simulators, "weight")
+
+
+def _layer(weight: torch.Tensor) -> nn.Module:
+    """A linear layer or a convolution with this weight."""
+    outputs, inputs, *kernel = weight.shape
+    model: nn.Module = nn.Linear(inputs, outputs, bias=False)
+    if kernel:
+        kinds = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+        model = kinds[len(kernel)](inputs, outputs, tuple(kernel), bias=False)  # type: ignore[arg-type]
+    model.weight = nn.Parameter(weight)
+    return model
 
 
 def _prepared(model: nn.Module, spec: CompressionSpec, weight: torch.Tensor) -> nn.Module:
@@ -115,7 +122,7 @@ def _prepared(model: nn.Module, spec: CompressionSpec, weight: torch.Tensor) -> 
     from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 
     where: Any = {"weight": copy.copy(spec)}
-    x = (torch.zeros(1, weight.shape[-1], dtype=weight.dtype),)
+    x = (torch.zeros(1, *weight.shape[1:], dtype=weight.dtype),)
     if isinstance(spec, PruningSpec):
         pruner = MagnitudePruner(
             model, MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(op_state_spec=where))

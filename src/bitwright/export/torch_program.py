@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from bitwright.artifact import CompressedTensor, PackedTensor
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -133,6 +134,4 @@ def _activation(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:
 
 
 def _flat(outputs: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
-
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

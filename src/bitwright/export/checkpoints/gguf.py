@@ -12,6 +12,7 @@ from torch import nn
 
 from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.export.extras import require
+from bitwright.formats import encode
 
 from .source import artifact_of_weights
 
@@ -214,8 +215,6 @@ def _q5_1(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
 
 
 def _mxfp4(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
-    from bitwright.formats import encode
-
     exponents = _spread(tensor.parts["scale"], tensor, BLOCK).unsqueeze(-1)
     return _rows(exponents, _nibbles(_blocks(encode(tensor.codes(), _FP4))))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor, quantized_tensor
-from bitwright.formats import encode, format_of
+from bitwright.formats import decode, encode, format_of
 
 from .builder import NodeBuilder, onnx_type
 
@@ -166,8 +166,6 @@ def _fp4(build: NodeBuilder, tensor: QuantizedTensor) -> Any:
 
 
 def _fp4_values() -> torch.Tensor:
-    from bitwright.formats import decode
-
     return decode(torch.arange(16, dtype=torch.uint8), _FP4)
 
 
