@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +110,7 @@ def _keep_stronger(decisions: dict[str, StateDecision], new: StateDecision) -> N
 def unquantizable_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
     """Return a problem for each state that a key of ``op_state_spec`` names although it holds no real numbers."""
     problems: dict[str, Problem] = {}
-    for op in program.ops:
-        op_rule = op_rule_of(op)
-        if op_rule is None:
-            continue
+    for op, op_rule in _recognised(program, op_rule_of):
         states = [argument.value.state for argument in op.arguments if argument.value.state is not None]
         for state in states:
             if state.tensor.is_floating_point():
@@ -129,13 +126,17 @@ def unquantizable_problems(program: Program, op_rule_of: Callable[[Op], OpRule |
     return list(problems.values())
 
 
+def _recognised(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> Iterator[tuple[Op, OpRule]]:
+    for op in program.ops:
+        op_rule = op_rule_of(op)
+        if op_rule is not None:
+            yield op, op_rule
+
+
 def state_input_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
     """Return a problem for each position in an ``op_input_spec`` at which the op reads a parameter or buffer."""
     problems: dict[str, Problem] = {}
-    for op in program.ops:
-        op_rule = op_rule_of(op)
-        if op_rule is None:
-            continue
+    for op, op_rule in _recognised(program, op_rule_of):
         for argument in op.arguments:
             position = argument.index if argument.item is None else argument.item
             match = lookup_spec(op_rule.op_input_spec, (position,))
