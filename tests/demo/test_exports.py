@@ -36,8 +36,10 @@ def test_rows_of_what_is_installed_and_of_what_is_not(tmp_path, monkeypatch):
     """The files are there with their sizes; a missing extra is a row that says what to install."""
     _without(monkeypatch)
     result = run_exports(tmp_path, epochs=1)
-    assert len(result.rows) == sum(len(names) for _, names in EXPORT_RECIPES)
-    by_status = {status: [row for row in result.rows if row.status == status] for status in ("run", "read", "missing")}
+    kinds = ("run", "read", "missing", "computed")
+    by_status = {status: [row for row in result.rows if row.status == status] for status in kinds}
+    assert len(result.rows) - len(by_status["computed"]) == sum(len(names) for _, names in EXPORT_RECIPES)
+    assert {(row.target, row.recipe) for row in by_status["computed"]} == {("PyTorch, float64", "w8a8")}
     assert {row.target for row in by_status["run"]} == {"torch.export"}
     assert {row.target for row in by_status["read"]} == {"packed artifact"}
     assert not result.failures
@@ -64,7 +66,7 @@ def test_a_target_that_fails_is_a_row_and_an_exit_code(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["demo", "--export", str(tmp_path), "--epochs", "1"], env={"COLUMNS": "250"})
     assert result.exit_code == 1, result.output
     rows = [ExportRow(**row) for row in json.loads((tmp_path / "exports.json").read_text())["rows"]]
-    assert {row.status for row in rows} == {"failed", "missing", "read"}
+    assert {row.status for row in rows} == {"failed", "missing", "read", "computed"}
     assert {row.note for row in rows if row.status == "failed"} == {"RuntimeError: out of paper"}
 
 
@@ -81,13 +83,19 @@ def test_differences_of_quantized_outputs_are_counted_in_codes():
 
 @pytest.mark.slow
 def test_every_runtime_agrees(tmp_path):
-    """All targets that are installed here: the prepared model's answers."""
+    """All targets that are installed here: the prepared model's answers.
+
+    With quantized activations, a sum in another order moves values over rounding bounds, most where they are pooled, as
+    averages of few codes often lie on such a bound. The prepared model in float64 shows how much that is; integer
+    kernels round biases besides. What a layer does to equal inputs is in ``tests/export/test_layers.py``.
+    """
     torch.manual_seed(0)
     result = run_exports(tmp_path, epochs=2)
     assert not result.failures
+    (exact,) = (row for row in result.rows if row.status == "computed")
     for row in result.rows:
         if row.status == "missing":
             continue
         if row.accuracy is not None:
             assert abs(row.accuracy - row.prepared_accuracy) < 0.02
-        assert row.equal or row.sqnr_db > (35 if row.recipe == "w8a8" else 60), row
+        assert row.equal or row.sqnr_db > (exact.sqnr_db - 6 if row.recipe == "w8a8" else 60), row

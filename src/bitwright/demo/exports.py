@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bitwright.artifact.sites import activation_simulators
 from bitwright.export.targets import TARGETS, Target
 
 from .digits import Digits, load_digits
@@ -35,7 +36,8 @@ class ExportRow:
         target: what it was written for.
         recipe: how the network was compressed.
         status: ``"run"`` in the target's runtime, ``"read"`` back by the library that owns the format, ``"missing"``
-            where an extra is not installed, or ``"failed"``.
+            where an extra is not installed, or ``"failed"``. ``"computed"`` is the prepared model in float64: what
+            exact sums change in it is what no runtime can be blamed for.
         file: what was written, below the folder.
         bytes: its size on disk, None if nothing was written.
         sqnr_db: power of the prepared model's logits (or, where ``note`` says so, weights) over the power of the
@@ -108,6 +110,8 @@ def run_exports(
         if ready:
             progress(recipe.name)
             prepared = recipe.compress(copy.deepcopy(model), digits, seed).eval()
+            if activation_simulators(prepared):
+                result.rows.append(_row_of_exact_sums(recipe, prepared, digits))
         for target in targets:
             missing = target.missing()
             if missing is not None or prepared is None:
@@ -116,6 +120,15 @@ def run_exports(
             progress(f"{recipe.name}: {target.title}")
             result.rows.append(_row(target, recipe, prepared, model, digits, directory))
     return result
+
+
+def _row_of_exact_sums(recipe: Recipe, prepared: nn.Module, digits: Digits) -> ExportRow:
+    start = time.perf_counter()
+    with torch.no_grad():
+        expected = prepared(digits.test_images)
+        exact = copy.deepcopy(prepared).double()(digits.test_images.double()).float()
+    seconds = time.perf_counter() - start
+    return _measured("PyTorch, float64", recipe, None, Verified("computed", exact), expected, digits, seconds)
 
 
 def _row(
@@ -132,13 +145,13 @@ def _row(
             checked = verify(target, path, prepared, model, images)
     except Exception as error:  # one target that fails must not take the others with it
         return ExportRow(target.title, recipe.name, "failed", note=f"{type(error).__name__}: {error}")
-    return _measured(target, recipe, path, checked, expected, digits, time.perf_counter() - start)
+    return _measured(target.title, recipe, path, checked, expected, digits, time.perf_counter() - start)
 
 
 def _measured(
-    target: Target,
+    target: str,
     recipe: Recipe,
-    path: Path,
+    path: Path | None,
     checked: Verified,
     expected: torch.Tensor,
     digits: Digits,
@@ -147,11 +160,11 @@ def _measured(
     found, reference = (expected if checked.outputs is None else checked.outputs), expected
     noise = sqnr_db(reference, found) if checked.outputs is not None else checked.weights_db
     return ExportRow(
-        target=target.title,
+        target=target,
         recipe=recipe.name,
         status=checked.how,
-        file=path.name,
-        bytes=_size(path),
+        file="" if path is None else path.name,
+        bytes=None if path is None else _size(path),
         sqnr_db=noise if math.isfinite(noise) else None,
         equal=noise == math.inf,
         accuracy=None if found is None else accuracy(found, digits.test_labels),

@@ -20,7 +20,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
 from .builder import NodeBuilder
-from .fusion import keep_weights_apart
+from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
 from .weights import build_weight, permuted, weight_opset
@@ -40,6 +40,7 @@ def export_onnx(
     opset: int | None = None,
     int4: Literal["qdq", "matmul_nbits"] = "qdq",
     unsigned_activations: bool = True,
+    integer_kernels: bool = True,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> Path:
@@ -60,6 +61,9 @@ def export_onnx(
             blocks of 16, 32, 64, 128 or 256 along the inputs.
         unsigned_activations: write int8 activations as uint8 with a zero point that is 128 higher. The values are the
             same; ONNX Runtime's kernels for x86 want them unsigned. False keeps them signed, as TensorRT wants them.
+        integer_kernels: let ONNX Runtime fuse layers between quantized activations into its integer kernels. They are
+            fast, but round biases, which puts about one code in a thousand of a layer's output beside that of the
+            prepared model. False keeps every operator in floating point, as slow as the float model and more exact.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
 
@@ -90,7 +94,8 @@ def export_onnx(
         output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
-    keep_weights_apart(program.model.graph)
+    keep_apart = keep_misfits_apart if integer_kernels else keep_all_apart
+    keep_apart(program.model.graph)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":

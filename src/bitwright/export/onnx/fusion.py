@@ -1,45 +1,71 @@
-"""Keeps ONNX Runtime's optimizer from fusing weights into kernels that compute something else.
+"""Keeps ONNX Runtime's optimizer from fusing dequantized tensors into kernels that compute something else.
 
 Its products fuse with the weights' ``DequantizeLinear``: beside quantized activations into integer kernels, which run
 with 8-bit weights with one scale for each output only; beside float activations into ``MatMulNBits``, which rounds the
 activations to 8 bits unless a session option forbids it. A maximum of one input does nothing but keep the two apart.
+
+Its softmax on codes adds rounded exponentials, and is off by a code in one of eight places.
+
+The integer kernels round biases to whole multiples of the input's scale times the weight's, so that a sum close to a
+rounding bound may get the code beside it. Where that is too much, nothing at all is fused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bitwright.export.extras import require
 
-__all__ = ["keep_weights_apart"]
+__all__ = ["keep_all_apart", "keep_misfits_apart"]
 
 
-def keep_weights_apart(graph: Any) -> None:
-    """Put a barrier behind weights wherever a fused kernel would refuse them or round what it multiplies them with.
+def keep_all_apart(graph: Any) -> None:
+    """Put a barrier behind every ``DequantizeLinear``, so that all other operators compute in floating point.
 
     Args:
         graph: an ``onnx_ir.Graph``; changed in place.
     """
-    ir = require("onnx_ir", "onnx", "Export to ONNX")
     for node in list(graph):
-        if node.op_type != "DequantizeLinear" or node.inputs[0].const_value is None:
-            continue
-        output = node.outputs[0]
-        apart = [use for use in output.uses() if _misfit(node, use.node, use.idx)]
-        if not apart:
-            continue
-        barrier = ir.node("Max", [output], name=f"{node.name}_apart")
-        value = barrier.outputs[0]
-        value.name, value.shape, value.type = f"{node.name}_apart_output", output.shape, output.type
-        graph.insert_after(node, barrier)
-        for use in apart:
-            use.node.replace_input_with(use.idx, value)
+        if node.op_type == "DequantizeLinear":
+            _put_barrier(graph, node, [use for use in node.outputs[0].uses() if use.node.op_type != "Max"])
 
 
-def _misfit(weight: Any, user: Any, position: int) -> bool:
-    """Whether a use of a weight must not be fused."""
+def keep_misfits_apart(graph: Any) -> None:
+    """Put a barrier wherever a fused kernel would refuse weights, round what it multiplies them with, or be inexact.
+
+    Args:
+        graph: an ``onnx_ir.Graph``; changed in place.
+    """
+    for node in list(graph):
+        if node.op_type == "DequantizeLinear":
+            _put_barrier(graph, node, [use for use in node.outputs[0].uses() if _misfit(node, use.node, use.idx)])
+
+
+def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
+    """Let some uses of a node's output read it through a maximum of one input."""
+    if not uses:
+        return
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    output = node.outputs[0]
+    barrier = ir.node("Max", [output], name=f"{node.name}_apart")
+    value = barrier.outputs[0]
+    value.name, value.shape, value.type = f"{node.name}_apart_output", output.shape, output.type
+    graph.insert_after(node, barrier)
+    for use in uses:
+        use.node.replace_input_with(use.idx, value)
+
+
+def _misfit(node: Any, user: Any, position: int) -> bool:
+    """Whether a use of a dequantized tensor must not be fused."""
+    if node.inputs[0].const_value is None:
+        return bool(user.op_type == "Softmax")
+    return _misfit_of_weight(node, user, position)
+
+
+def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:
     if user.op_type == "Transpose":
         return True  # the optimizer moves it in front of the weight
     if user.op_type not in ("MatMul", "Gemm", "Conv"):
