@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from bitwright.artifact.artifact import make_empty_directory
 from bitwright.common import ExportBackend
+from bitwright.program.graph import plain_attention
 
 from .conversion import converting, finalized_copy
 from .extras import require
@@ -57,7 +57,7 @@ def export_coreml(
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
-    with converting("torch.jit.trace"), _plain_attention():
+    with converting("torch.jit.trace"), plain_attention():
         traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
             finalized, example_inputs, check_trace=False
         )
@@ -96,17 +96,6 @@ def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
         if operation.op_type.startswith("constexpr_") and not any(kind.startswith("constexpr_") for kind in inner):
             for output, value in zip(operation.outputs, _decoded(operation), strict=True):
                 yield output.name, torch.from_numpy(value.copy())
-
-
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Let torch's attention modules call plain ops, not the fused one for inference that coremltools lacks."""
-    was_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_fast)
 
 
 def _decoded(operation: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from .masks import holds_mask
 from .model import Program
 from .unlift import unlift
 
-__all__ = ["capture_graph"]
+__all__ = ["capture_graph", "plain_attention"]
 
 
 def capture_graph(
@@ -74,7 +74,7 @@ def _export(
     with contextlib.ExitStack() as stack:
         if no_grad:
             stack.enter_context(torch.no_grad())
-        stack.enter_context(_without_fused_attention())
+        stack.enter_context(plain_attention())
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:
@@ -107,8 +107,11 @@ class _WithoutDump(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _without_fused_attention() -> Iterator[None]:
-    """Keep ``nn.MultiheadAttention`` from the fused inference op, inside which nothing can be quantized."""
+def plain_attention() -> Iterator[None]:
+    """Let torch's attention modules call plain ops, not the fused one for inference.
+
+    Nothing can be quantized inside that one, and converters lack it.
+    """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
