@@ -9,7 +9,7 @@ import torch
 
 from bitwright.export.extras import require
 
-__all__ = ["NodeBuilder", "onnx_type"]
+__all__ = ["NodeBuilder", "onnx_type", "replace_value"]
 
 _VIEWED = {
     torch.bfloat16: (torch.int16, "bfloat16"),
@@ -25,6 +25,14 @@ def onnx_type(dtype: torch.dtype) -> int:
         torch.float32: types.FLOAT, torch.float16: types.FLOAT16, torch.bfloat16: types.BFLOAT16,
         torch.float64: types.DOUBLE, torch.float8_e4m3fn: types.FLOAT8E4M3FN, torch.float8_e5m2: types.FLOAT8E5M2,
     }[dtype])  # fmt: skip
+
+
+def replace_value(old: Any, new: Any) -> None:
+    """Let all readers of a value, the graph's outputs too, read another one; without a type it gets the old one's."""
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    if new.shape is None:
+        new.shape, new.type = old.shape, old.type
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 class NodeBuilder:

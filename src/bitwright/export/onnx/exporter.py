@@ -19,7 +19,7 @@ from bitwright.export.lowering import LoweredModel, lower
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
-from .builder import NodeBuilder
+from .builder import NodeBuilder, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
@@ -161,7 +161,7 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
         output = node.outputs[0]
         if node.op_type == ACTIVATION:
             build = NodeBuilder(graph, node, name, number)
-            _replace(output, build_activation(build, node.inputs[0], lowered.activations[name], unsigned))
+            replace_value(output, build_activation(build, node.inputs[0], lowered.activations[name], unsigned))
         elif node.op_type == WEIGHT:
             _fill_in_weight(graph, node, lowered.weights[name], int4, built)
         before = node.inputs[0].producer() if node.op_type == ACTIVATION else None
@@ -191,19 +191,12 @@ def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[t
             if key not in built:
                 build = NodeBuilder(graph, node, "_".join([name, "order", *key[1:]]), "w")
                 built[key] = build_weight(build, permuted(tensor, order))
-            _replace(user.outputs[0], built[key])
+            replace_value(user.outputs[0], built[key])
             graph.remove(user, safe=True)
     elif output.uses() or output in graph.outputs:
         if (name,) not in built:
             built[(name,)] = build_weight(NodeBuilder(graph, node, name, "w"), tensor)
-        _replace(output, built[(name,)])
-
-
-def _replace(old: Any, new: Any) -> None:
-    ir = require("onnx_ir", "onnx", "Export to ONNX")
-    if new.shape is None:
-        new.shape, new.type = old.shape, old.type
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        replace_value(output, built[(name,)])
 
 
 def _drop_metadata(model: Any) -> None:

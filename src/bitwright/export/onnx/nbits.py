@@ -9,7 +9,7 @@ import torch
 from bitwright.artifact import QuantizedTensor
 from bitwright.formats import pack
 
-from .builder import NodeBuilder
+from .builder import NodeBuilder, replace_value
 
 __all__ = ["fits_matmul_nbits", "nbits_operands", "use_matmul_nbits"]
 
@@ -75,8 +75,6 @@ def _is_linear(node: Any, weight: Any) -> bool:
 
 
 def _replace_product(graph: Any, node: Any, name: str, tensor: QuantizedTensor, bias: Any) -> None:
-    from .exporter import _replace
-
     build = NodeBuilder(graph, node, name, node.name)
     codes, scale, points = nbits_operands(tensor)
     inputs = [node.inputs[0], build.initializer(codes, "nbits_codes"), build.initializer(scale, "nbits_scale")]
@@ -87,5 +85,5 @@ def _replace_product(graph: Any, node: Any, name: str, tensor: QuantizedTensor, 
     value = build("MatMulNBits", inputs, attributes, like=node.outputs[0], domain=_DOMAIN)
     if bias is not None:
         value = build("Add", [value, bias], like=node.outputs[0])
-    _replace(node.outputs[0], value)
+    replace_value(node.outputs[0], value)
     graph.remove(node, safe=True)
