@@ -33,9 +33,9 @@ def thread_count(count: int) -> Iterator[None]:
 
 @threads
 @more
-@given(case=cases())
-def test_observe_and_fake_quantize(threads: int, case: Case) -> None:
-    """Output, scale, zero point, minval and gradient are the reference's."""
+@given(case=cases(), own=st.booleans())
+def test_observe_and_fake_quantize(threads: int, case: Case, own: bool) -> None:
+    """Output, scale, zero point, minval and gradient are the reference's, also of a gradient that nobody else has."""
     results = []
     for form in (reference, fused):
         x = case.x.detach().requires_grad_()
@@ -43,7 +43,7 @@ def test_observe_and_fake_quantize(threads: int, case: Case) -> None:
             y, *made = form.observe_and_fake_quantize(
                 x, block_size=case.block_size, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype
             )
-            y.backward(case.gradient)
+            (y * 1 if own else y).backward(case.gradient)
         assert y.dtype == x.dtype
         results.append((y.detach(), x.grad, *made))
     for place, (expected, mine) in enumerate(zip(*results, strict=True)):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["StraightThrough", "straight_through"]
+from .ownership import is_unshared, references_to
+
+__all__ = ["straight_through"]
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Backward = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 def straight_through(x: torch.Tensor, forward: Forward, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
@@ -20,24 +22,18 @@ def straight_through(x: torch.Tensor, forward: Forward, mask: torch.Tensor, back
         x: tensor that requires a gradient.
         forward: takes the empty mask, fills it and returns the result.
         mask: memory for one bit per element, in the order of the result's memory.
-        backward: takes a gradient in the strides of the result, and the mask; returns the gradient of ``x``. It must
-            not hold the tensor, which would stay in memory until the backward pass.
+        backward: takes a gradient in the strides of the result, the mask, and whether it may change the gradient in
+            place; returns the gradient of ``x``, which may be the tensor that it was given. It must not hold the
+            tensor, which would stay in memory until the backward pass.
     """
-    y: torch.Tensor = StraightThrough.apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _StraightThrough.apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
     return y
 
 
-class StraightThrough(torch.autograd.Function):
-    """The gradient of a fake quantizer."""
-
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Forward, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
-        """Run ``forward``; see ``straight_through``."""
-        return StraightThrough.keep(ctx, forward(mask), mask, backward)
-
-    @staticmethod
-    def keep(ctx: Any, y: torch.Tensor, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
-        """Keep what ``backward`` needs and return the result."""
+        y = forward(mask)
         ctx.save_for_backward(mask)
         ctx.pass_on = backward
         ctx.strides = y.stride()
@@ -46,13 +42,14 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Pass the gradient on where the mask says so."""
         if grad is None:
             return None, None, None, None
+        references = references_to(grad)
         (mask,) = ctx.saved_tensors
-        if grad.stride() != ctx.strides or grad.is_neg():
+        copied = grad.stride() != ctx.strides or grad.is_neg()
+        if copied:
             grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
         if torch.is_grad_enabled():
             # A second derivative is wanted: plain torch, with the mask as numbers 0 and 1.
-            return grad * ctx.pass_on(torch.ones_like(grad, requires_grad=False), mask), None, None, None
-        return ctx.pass_on(grad, mask), None, None, None
+            return grad * ctx.pass_on(torch.ones_like(grad, requires_grad=False), mask, True), None, None, None
+        return ctx.pass_on(grad, mask, copied or is_unshared(grad, references)), None, None, None

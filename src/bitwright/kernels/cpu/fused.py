@@ -21,7 +21,7 @@ from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_part, finish, observe_rows
 from .coding import code_part
-from .mapping import CODES, FAKE, VALUES, map_part, mask_part
+from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
 from .memory import empty_like
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import HIGHEST, LOWEST, accumulate, extremes
@@ -111,14 +111,21 @@ def _mask_length(layout: Layout) -> int:
     return layout.numel if layout.flat or layout.length % 16 == 0 else layout.length
 
 
-def apply_mask(gradient: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Multiply a gradient that lies in the mask's order of memory."""
-    out = empty_like(gradient)
+def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layout: Layout) -> torch.Tensor:
+    """Multiply a gradient that lies in the mask's order of memory.
+
+    Where nothing is masked the gradient itself is returned; in place only what is masked is touched. Most gradients
+    therefore cost no pass over memory, but one over the mask.
+    """
+    words = layout.words
+    threads = _threads(layout.numel)
+    if not in_place and all_set(mask.data_ptr(), words):
+        return gradient
+    out = gradient if in_place else empty_like(gradient)
     arguments = (
-        gradient.data_ptr(), words.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout),
-        layout.words,
+        gradient.data_ptr(), mask.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout), words,
     )  # fmt: skip
-    run_parts(mask_part, arguments, _threads(layout.numel), (gradient, words, out))
+    run_parts(mask_part, arguments, threads, (gradient, mask, out))
     return out
 
 

@@ -15,11 +15,13 @@ from .compiling import called, compiled, inlined
 from .lanes import (
     LANES,
     Lanes,
+    Scalar,
     from_mask,
     load_f32,
     load_i32,
     load_mask,
     peek_f32,
+    peek_i16,
     peek_i32,
     peek_i64,
     splat,
@@ -36,6 +38,7 @@ __all__ = [
     "FAKE",
     "TILE",
     "VALUES",
+    "all_set",
     "last_step",
     "map_flat",
     "map_part",
@@ -243,6 +246,24 @@ def map_part(
         part = next_part(control, part)
 
 
+@inlined
+def set_until(mask: int, begin: int, end: int) -> Scalar:
+    """The first of the words ``begin`` to ``end`` of a mask, or one of the three before it, that has a zero."""
+    word = begin
+    while word + 4 <= end and peek_i64(mask + 2 * word) == -1:
+        word += 4
+    return word
+
+
+@compiled
+def all_set(mask: int, words: int) -> bool:
+    """Return whether a mask of so many words has no zero."""
+    word = set_until(mask, 0, words)
+    while word < words and peek_i16(mask + 2 * word) == -1:
+        word += 1
+    return bool(word == words)
+
+
 @compiled
 def mask_part(
     gradient: int, mask: int, out: int, dtype: int, length: int, total: int, parts: int, control: int
@@ -252,7 +273,7 @@ def mask_part(
     Args:
         gradient: address of the incoming gradient.
         mask: address of the bits that ``map_part`` wrote.
-        out: address of the outgoing gradient.
+        out: address of the outgoing gradient, which may be the same.
         dtype: dtype of both gradients.
         length: elements after which the mask starts a new word.
         total: number of words.
@@ -264,20 +285,27 @@ def mask_part(
     room = vector_room()
     part = first_part(control)
     while part < parts:
-        begin, end = total * part // parts, total * (part + 1) // parts
-        row = begin // words
-        first = (begin - row * words) * LANES
-        for word in range(begin, end):
-            at = size * (row * length + first)
-            factors = from_mask(load_mask(mask + 2 * word))
-            count = length - first
-            if count >= LANES:
-                store(out + at, load(gradient + at, dtype) * factors, dtype)
-            else:
-                store(room + VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
-                copy(room + VECTOR, out + at, size * count)
-            first += LANES
-            if first >= length:
-                first = 0
-                row += 1
+        word, end = total * part // parts, total * (part + 1) // parts
+        while word < end:
+            if out == gradient:
+                word = set_until(mask, word, end)
+                if word == end:
+                    break
+            row = word // words
+            first = (word - row * words) * LANES
+            stop = min(end, word + (4 if out == gradient else words - (word - row * words)))
+            while word < stop:
+                at = size * (row * length + first)
+                factors = from_mask(load_mask(mask + 2 * word))
+                count = length - first
+                if count >= LANES:
+                    store(out + at, load(gradient + at, dtype) * factors, dtype)
+                else:
+                    store(room + VECTOR, load(staged(gradient + at, room, size * count), dtype) * factors, dtype)
+                    copy(room + VECTOR, out + at, size * count)
+                word += 1
+                first += LANES
+                if first >= length:
+                    first = 0
+                    row += 1
         part = next_part(control, part)

@@ -6,7 +6,7 @@ tensor takes far longer than the arithmetic. Here all that happens when the call
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import SMALL, layout_of
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.straight_through import StraightThrough
+from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
@@ -180,8 +180,8 @@ class ReadyCall:
 
     def run_with_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantize a tensor that requires a gradient."""
-        y: torch.Tensor = _ReadyStraightThrough.apply(x, self)  # type: ignore[no-untyped-call]
-        return y
+        mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
+        return straight_through(x, partial(self.run_masked, x), mask, self.apply_mask)
 
     def run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Fake-quantize and fill the mask of ``mask_bytes`` bytes."""
@@ -189,9 +189,9 @@ class ReadyCall:
         _map_ready(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self._address)
         return y
 
-    def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Multiply a contiguous gradient of the tensor's shape by the mask."""
-        return apply_mask(gradient, mask, self._layout)
+        return apply_mask(gradient, mask, in_place, self._layout)
 
     def observe(self, x: torch.Tensor, restart: bool) -> None:
         """Widen the running range by the tensor, or begin it anew, and write the parameters.
@@ -199,14 +199,3 @@ class ReadyCall:
         The caller advances the version counters of what is written.
         """
         _observe_ready(x.data_ptr(), 0 if restart else self._average, self._address)
-
-
-class _ReadyStraightThrough(StraightThrough):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ready: ReadyCall) -> torch.Tensor:  # type: ignore[override]
-        mask = torch.empty(ready.mask_bytes, dtype=torch.uint8)
-        return StraightThrough.keep(ctx, ready.run_masked(x, mask), mask, ready.apply_mask)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return StraightThrough.backward(ctx, grad)[:2]

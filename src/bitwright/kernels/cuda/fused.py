@@ -121,8 +121,8 @@ def _new_mask(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(triton.cdiv(x.numel(), 32), dtype=torch.int32, device=x.device)
 
 
-def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(gradient)
+def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
+    out = gradient if in_place else torch.empty_like(gradient)
     numel = gradient.numel()
     with _on(gradient):
         mask_kernel[(triton.cdiv(numel, _SIZE),)](

@@ -1,0 +1,82 @@
+"""Whether a gradient belongs to nobody else, so that it may be changed in place.
+
+Autograd hands most gradients on and forgets them; its engine itself adds to such a gradient in place. Whether one is
+held elsewhere (by a hook, the caller of ``backward``, another branch of the graph, a view, a saved tensor) shows in the
+counts of references to the tensor, its base and its memory. What the counts of an unshared gradient are depends on the
+versions of Python and torch; they are found out by looking at gradients that are known to be unshared, in a function
+that is called as the one that asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["References", "is_unshared", "references_to"]
+
+References = tuple[int, ...]
+
+_COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def references_to(gradient: torch.Tensor) -> References:
+    """Return the counts of references by which ``is_unshared`` judges; to be called from ``backward`` itself."""
+    if not _COUNTED or type(gradient) is not torch.Tensor:
+        return ()
+    storage = gradient.untyped_storage()
+    own = sys.getrefcount(gradient), gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    base = gradient._base
+    return own if base is None else (*own, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+
+
+def is_unshared(gradient: torch.Tensor, references: References) -> bool:
+    """Return whether nobody else holds the gradient or its memory.
+
+    Args:
+        gradient: what ``backward`` was given.
+        references: what ``references_to`` returned for it, called from ``backward`` before anything else took hold of
+            the gradient.
+    """
+    # Memory that torch did not allocate, such as that of a NumPy array, may have another owner.
+    return references in _unshared_counts() and gradient.untyped_storage().resizable()
+
+
+class _Probe(torch.autograd.Function):
+    """Notes the references to its gradient, in a function that is called as that of ``StraightThrough``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, found: list[References]) -> torch.Tensor:
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None
+        ctx.found.append(references_to(grad))
+        return grad, None
+
+
+@functools.cache
+def _unshared_counts() -> frozenset[References]:
+    """The counts for unshared gradients: a tensor of its own, and a view of one. Empty where they say nothing."""
+    if not _COUNTED:
+        return frozenset()
+    unshared: list[References] = []
+    shared: list[References] = []
+    kept: list[torch.Tensor] = []
+    with torch.enable_grad():
+        x = torch.zeros(2, 2, requires_grad=True)
+        probe = _Probe.apply
+        (probe(x, unshared) * 2).sum().backward()  # type: ignore[no-untyped-call]
+        (probe(x, unshared).flatten() * 2).sum().backward()  # type: ignore[no-untyped-call]
+        ((probe(x, shared) + probe(x, shared)) * 2).sum().backward()  # type: ignore[no-untyped-call]
+        for flat in (False, True):
+            y = probe(x, shared)  # type: ignore[no-untyped-call]
+            read = y.flatten() if flat else y
+            read.register_hook(kept.append)
+            (read * 2).sum().backward()
+    return frozenset() if set(unshared) & set(shared) else frozenset(unshared)
