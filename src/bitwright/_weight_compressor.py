@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from bitwright._utils.module_mode import module_mode
 from bitwright._utils.parametrization import parametrize_tensor
 from bitwright._utils.weight_simulators import remove_simulator, unique_simulators
-from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _module_mode
+from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import ModuleRules, resolve_module_rules
 from bitwright.config.spec import CompressionSimulatorBase
@@ -227,5 +228,5 @@ class WeightCompressor(_BaseModelCompressor):
     @contextmanager
     def _mode(self, target: nn.Module, state: _Lifecycle) -> Iterator[None]:
         """Hold a lifecycle state, with the model in train mode for training and in eval mode otherwise."""
-        with self._in_lifecycle(state), _module_mode(target, training=state is _Lifecycle.TRAINING):
+        with self._in_lifecycle(state), module_mode(target, training=state is _Lifecycle.TRAINING):
             yield

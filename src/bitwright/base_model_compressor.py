@@ -135,15 +135,3 @@ class _BaseModelCompressor(ABC):
             yield
         finally:
             self._lifecycle = _Lifecycle.IDLE
-
-
-@contextmanager
-def _module_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put ``model`` in train or eval mode, and each module back as it was on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, before in modes:
-            module.training = before

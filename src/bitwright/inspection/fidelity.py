@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from bitwright.base_model_compressor import _module_mode
+from bitwright._utils.module_mode import module_mode
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._batches import batches_of, blaming_inputs, inputs_of
@@ -95,12 +95,12 @@ def compare(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Hold a model in eval mode; programs of ``torch.export`` are left in the mode that they were captured in."""
     try:
-        with _module_mode(model, training=model.training):
+        with module_mode(model, training=model.training):
             pass
     except NotImplementedError:
         yield
         return
-    with _module_mode(model, training=False):
+    with module_mode(model, training=False):
         yield
 
 

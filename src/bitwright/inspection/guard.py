@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from bitwright.base_model_compressor import _module_mode
+from bitwright._utils.module_mode import module_mode
 from bitwright.planning import Plan
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -93,7 +93,7 @@ def guard(
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
     try:
-        with _module_mode(compressed_model, training=False), torch.no_grad():
+        with module_mode(compressed_model, training=False), torch.no_grad():
             for batch in batches:
                 inputs = inputs_of(batch, float_model)
                 compressed_model(*inputs.args, **inputs.kwargs)

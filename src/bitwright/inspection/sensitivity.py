@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bitwright.base_model_compressor import _module_mode
+from bitwright._utils.module_mode import module_mode
 from bitwright.config import CompressionConfig
 
 from ._batches import batches_of, blaming_inputs, inputs_of
@@ -143,7 +143,7 @@ def sweep(
     done = _Store(store, _fingerprint(model, candidates, batches))
     clock = _Clock(len(candidates), progress or (lambda _: None))
     entries: list[SweepEntry] = []
-    with _module_mode(model, training=False), torch.no_grad():
+    with module_mode(model, training=False), torch.no_grad():
         references = [_run(model, batch) for batch in batches]
         for name, config in candidates.items():
             if done.is_complete(name):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle, _module_mode
+from bitwright._utils.module_mode import module_mode
+from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
@@ -162,7 +163,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: the model is not prepared, or another mode is active.
         """
         target = self._target(model, "entering calibration mode")
-        with self._in_lifecycle(_Lifecycle.CALIBRATING), _module_mode(target, training=False):
+        with self._in_lifecycle(_Lifecycle.CALIBRATING), module_mode(target, training=False):
             self._start_statistics(target)
             for simulator in _simulators(target):
                 weight = simulator.quantization_target == CompressionTargetTensor.WEIGHT
@@ -187,7 +188,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: the model is not prepared, or another mode is active.
         """
         target = self._target(model, "entering training mode")
-        with self._in_lifecycle(_Lifecycle.TRAINING), _module_mode(target, training=True):
+        with self._in_lifecycle(_Lifecycle.TRAINING), module_mode(target, training=True):
             self._start_statistics(target)
             for simulator in _simulators(target):
                 switch(simulator, observer=True, fake_quant=True)
@@ -245,7 +246,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             raise RuntimeError("evaluating() only has a meaning inside `with quantizer.training_mode():`.")
         simulators = _simulators(self._training_model)
         observing = [simulator for simulator in simulators if simulator._observer_on]
-        with _module_mode(self._training_model, training=False):
+        with module_mode(self._training_model, training=False):
             for simulator in observing:
                 simulator.disable_observer()
             try:
