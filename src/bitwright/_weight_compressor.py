@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
+from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import module_mode
 from bitwright._utils.parametrization import parametrize_tensor
 from bitwright._utils.weight_simulators import remove_simulator, unique_simulators
@@ -182,21 +182,19 @@ class WeightCompressor(_BaseModelCompressor):
             NotImplementedError: there is no such backend.
             ValueError: ``mmap_dir`` with a backend that has no use for it, or the backend cannot hold the model.
         """
-        if self._lifecycle is not _Lifecycle.IDLE:
-            raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        self._require_idle("finalize()")
         target = self._target(model, "finalize()")
         try:
             chosen = ExportBackend(backend)
         except ValueError as error:
             known = ", ".join(repr(member.value) for member in ExportBackend)
             raise NotImplementedError(f"There is no backend {backend!r}; choose one of {known}.") from error
-        if mmap_dir is not None and chosen is not ExportBackend.CoreAI:
-            raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
+        folder = mapped_folder(mmap_dir, chosen)
         finalized = target
         if chosen is not ExportBackend._TORCH:
             from bitwright.export import finalize_eager
 
-            finalized = finalize_eager(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
+            finalized = finalize_eager(target, chosen, folder)
         self._unmark_model(finalized)
         return finalized
 

@@ -123,6 +123,10 @@ class _BaseModelCompressor(ABC):
             plan.problems.extend(check_plan(plan, target))
         return plan
 
+    def _require_idle(self, action: str) -> None:
+        if self._lifecycle is not _Lifecycle.IDLE:
+            raise RuntimeError(f"{action} inside {self._lifecycle.value} mode; leave the `with` block first.")
+
     @contextmanager
     def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:
         if self._lifecycle is not _Lifecycle.IDLE:

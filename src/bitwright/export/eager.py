@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from bitwright._utils.kept_layouts import keep_layout, mark_activation
+from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.packed import replace_weight
@@ -49,13 +50,12 @@ def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes; names it.
     """
     backend = ExportBackend(backend)
-    if mmap_dir is not None and backend != ExportBackend.CoreAI:
-        raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {backend!r}.")
+    folder = mapped_folder(mmap_dir, backend)
     if backend == ExportBackend._TORCH:
         return model
     _refuse_stateless(model, backend)
     if backend == ExportBackend.CoreAI:
-        _finalize_coreai(model, mmap_dir)
+        _finalize_coreai(model, folder)
     else:
         from .coreml import finalize_eager_coreml
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from bitwright._utils.kept_layouts import keep_layout
+from bitwright._utils.mapped_folder import mapped_folder
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
@@ -139,8 +140,7 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
         ArtifactError: a weight cannot be stored so that it decodes to what the graph computes; names it.
     """
     backend = ExportBackend(backend)
-    if mmap_dir is not None and backend != ExportBackend.CoreAI:
-        raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {backend!r}.")
+    folder = mapped_folder(mmap_dir, backend)
     if backend == ExportBackend._TORCH:
         return module
     found = GraphSimulators.of(module)
@@ -151,7 +151,7 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
         )
     _refuse_stateless(found, backend)
     if backend == ExportBackend.CoreAI:
-        _finalize_coreai(module, found, mmap_dir)
+        _finalize_coreai(module, found, folder)
     else:
         from .coreml_graph import finalize_graph_coreml
 

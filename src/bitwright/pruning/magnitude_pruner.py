@@ -186,8 +186,7 @@ class MagnitudePruner(WeightCompressor):
         Raises:
             RuntimeError: the model is not prepared, a mode is active, its forward raised, or the outputs would differ.
         """
-        if self._lifecycle is not _Lifecycle.IDLE:
-            raise RuntimeError(f"shrink() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        self._require_idle("shrink()")
         target = self._target(model, "shrink()")
         report = shrink(target, example_inputs, example_kwargs=example_kwargs)
         if not unique_simulators(target, CompressionSimulatorBase):

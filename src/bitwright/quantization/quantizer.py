@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import module_mode
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
@@ -277,8 +277,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             ValueError: the state is of another model or another version.
         """
         self._require_prepared(self._model)
-        if self._lifecycle is not _Lifecycle.IDLE:
-            raise RuntimeError(f"load_state_dict() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        self._require_idle("load_state_dict()")
         self._calibrated = _checkpoint.load(self._model, self._schedules, state)
 
     def enable_observer(self, module: nn.Module | None = None) -> None:
@@ -325,10 +324,10 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: the model is not prepared, or a mode is active.
             ValueError: unknown backend, or ``mmap_dir`` with a backend that has no use for it.
         """
-        if self._lifecycle is not _Lifecycle.IDLE:
-            raise RuntimeError(f"finalize() inside {self._lifecycle.value} mode; leave the `with` block first.")
+        self._require_idle("finalize()")
         target = self._target(model, "finalization")
         chosen = ExportBackend(backend)
+        folder = mapped_folder(mmap_dir, chosen)
         unfinished = self._schedules.finish_bits(target)
         if unfinished:
             warnings.warn(
@@ -336,10 +335,8 @@ class Quantizer(_Views, _BaseModelCompressor):
                 f"{len(unfinished)} simulators ({unfinished[0]} ...) were trained with more bits than their spec has.",
                 stacklevel=2,
             )
-        if mmap_dir is not None and chosen != ExportBackend.CoreAI:
-            raise ValueError(f"mmap_dir is only supported with backend=ExportBackend.CoreAI, got {chosen!r}.")
         warn_of_ranges(target, stacklevel=2)
-        return self._engine.finalize(target, chosen, None if mmap_dir is None else str(Path(mmap_dir)))
+        return self._engine.finalize(target, chosen, folder)
 
     def _target(self, model: nn.Module | None, action: str) -> nn.Module:
         target = self._model if model is None else model
