@@ -17,7 +17,9 @@ pytest.importorskip("transformers")
 QUICK = ("resnet", "vit", "llama", "unet")
 MODES = ("graph", "eager")
 # Numbers along which graph mode knows a formula's range (the tanh of a pooler) are far below it without training.
-LEAST_DECIBEL = {"w8": 25, "w8a8": 12}
+LEAST_DECIBEL = {"w8": 30, "w8a8": 12}
+# SigLIP returns cosines of two towers' embeddings; without training these are nearly orthogonal, so the sums cancel.
+LEAST_DECIBEL_OF = {("siglip", "w8"): 25}
 
 
 def outputs(architecture: Architecture, model: Any) -> list[torch.Tensor]:
@@ -58,7 +60,7 @@ def run(name: str, kind: str, mode: str) -> None:
     if kind != "qat":
         noise = (expected.double() - after[0].double()).square().sum()
         decibel = 10 * torch.log10(expected.double().square().sum() / noise)
-        assert decibel > LEAST_DECIBEL[kind]
+        assert decibel > LEAST_DECIBEL_OF.get((name, kind), LEAST_DECIBEL[kind])
 
 
 def weights(name: str, mode: str, kind: str) -> dict[str, Any]:
