@@ -22,6 +22,7 @@ from ._one_pass import (
     measures_both_ends,
     tracks_in_place,
 )
+from ._recall import Recall, will_be_repeated
 from ._sharded import is_sharded, on_whole
 from ._shortcut import Call, Shortcut, observing, quantizing, remembering
 from ._switches import SwitchedModule
@@ -61,6 +62,7 @@ class FakeQuantizeForward(SwitchedModule):
         self._grid: Grid | None = None
         self._memory = WeightMemory()
         self._shortcut = Shortcut()
+        self._recall = Recall()
 
     @property
     @abstractmethod
@@ -175,6 +177,8 @@ class FakeQuantizeForward(SwitchedModule):
         )
         torch.autograd.graph.increment_version(buffers["scale"])  # the kernel writes behind autograd's back
         calculator._progress.count()
+        if will_be_repeated(self.training):
+            self._recall.note(tensor, self._stored(calculator))
         return y
 
     def _follow(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:
@@ -250,14 +254,17 @@ class FakeQuantizeForward(SwitchedModule):
     def _observe(self, tensor: torch.Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
         """Let the calculator see ``tensor``; None if its blocks do not divide it."""
         # A recomputed forward (gradient checkpointing) must quantize as the first one did, and not count twice.
-        if _is_in_backward() and calculator._initialized and isinstance(calculator, StatefulQParamsCalculatorBase):
-            return self._stored(calculator)
+        stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
+        if stateful and calculator._initialized and _is_in_backward():
+            return self._recall.find(tensor) or self._stored(calculator)
         try:
             with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
                 qparams: QParams = calculator(tensor)
         except _BlockSizeMismatchError as error:
             self._warn_and_disable(error)
             return None
+        if stateful and not torch.compiler.is_compiling() and will_be_repeated(self.training):
+            self._recall.note(tensor, qparams)
         return qparams
 
     def _stored(self, calculator: Any) -> QParams:

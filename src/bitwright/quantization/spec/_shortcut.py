@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from bitwright.kernels.dispatch import note_codes, ready_call, undisturbed
 
 from ._one_pass import tracks_in_place
+from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory
 
 __all__ = ["Call", "Shortcut", "observing", "quantizing", "remembering"]
@@ -189,6 +190,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or modules["range_calculator"] is not ranges
             or not undisturbed()
             or _backward_task() != -1
+            or will_be_repeated(simulator.__dict__["training"])
         ):
             return None
         ready = known.get(x.shape)
