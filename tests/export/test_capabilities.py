@@ -18,9 +18,11 @@ from bitwright.palettization import (
     ModuleKMeansPalettizerConfig,
     PalettizationSpec,
 )
+from bitwright.palettization.spec import PerGroupedChannelGranularity
 from bitwright.planning import Severity
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerChannelGranularity
 
 from .models import W8, Mlp, blocks, built, prepared, sqnr
 
@@ -39,7 +41,7 @@ def _compressed(kind, specs, x):
     if kind == "activation":
         return prepared(nn.Sequential(layer), x, W8, specs[0])[1]
     for spec in specs:
-        layer = _prepared(layer, spec, torch.zeros(64, 64))
+        layer = _prepared(layer, spec)
     return layer.eval()
 
 
@@ -78,6 +80,58 @@ def test_rows_hold_in_the_targets(table, label, kind, specs, name, tmp_path):
 @pytest.mark.parametrize(("label", "kind", "specs"), SAMPLES)
 def test_every_row_holds_in_every_target(table, label, kind, specs, name, tmp_path):
     _row_test(table, kind, label, specs, name, tmp_path)
+
+
+def _planned(kind, specs, model, x):
+    """The plan of the last technique, on a model that the others have prepared."""
+    if kind == "activation":
+        module = ModuleQuantizerConfig(op_input_spec={"*": specs[0]}, op_output_spec=None, op_state_spec={"weight": W8})
+        return Quantizer(model, QuantizerConfig(global_config=module, execution_mode="eager")).plan((x,))
+    for spec in specs[:-1]:
+        compressor, config = _compressors(spec)
+        before = compressor(model, config)
+        before.prepare((x,))
+        model = before.finalize(backend="_torch")
+    compressor, config = _compressors(specs[-1])
+    return compressor(model, config).plan((x,))
+
+
+@pytest.mark.parametrize(("label", "kind", "specs"), SAMPLES)
+def test_plans_agree_with_the_table(table, label, kind, specs):
+    """Whatever a target refuses is an error of the plan, what it stores dense a warning, and the rest is neither."""
+    plan = _planned(kind, specs, nn.Sequential(nn.Linear(64, 64)).eval(), torch.zeros(4, 64))
+    assert len([row for row in plan if row.kind == kind and row.spec is not None]) == 1
+    for name, claim in table[kind, label].targets.items():
+        found = [problem.severity for problem in check_plan(plan, name) if ("[" in problem.where) == (kind != "weight")]
+        dense = claim.form == Form.DENSE and kind == "weight"
+        assert found == ([Severity.ERROR] if claim.form == Form.REFUSED else [Severity.WARNING] if dense else []), name
+
+
+CONVOLUTIONS = {
+    "palette": PalettizationSpec(n_bits=4),
+    "palettes of groups": PalettizationSpec(n_bits=2, granularity=PerGroupedChannelGranularity(axis=0, group_size=2)),
+    "vectors": PalettizationSpec(n_bits=3, cluster_dim=2),
+    "mask": PruningSpec(target_sparsity=0.5),
+    "codes": QuantizationSpec(dtype="int8", granularity=PerChannelGranularity(axis=0)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("model", [nn.Conv1d(4, 8, 3), nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(4, 8, 2)])
+def test_plans_of_convolutions_are_answered(model, name, masked):
+    """Weights of every rank, with and without a mask below."""
+    if masked and name in ("vectors", "mask"):
+        pytest.skip("not to be combined")
+    specs = (PruningSpec(target_sparsity=0.5),) * masked + (CONVOLUTIONS[name],)
+    x = torch.zeros(1, 4, *[6] * (model.weight.ndim - 2))
+    plan = _planned("weight", specs, copy.deepcopy(model).eval(), x)
+    dense = {problem.where for problem in check_plan(plan, "executorch")}
+    assert dense == (set() if name == "codes" and not masked else {"weight"})
+    refused = [problem.severity for problem in check_plan(plan, "gguf")]
+    assert refused in ([], [Severity.ERROR])
+    assert bool(refused) == (weight_support("gguf", sample_weight(specs, (8, 4, 3), "float32")).form == Form.REFUSED)
+    assert not check_plan(plan, "torch")
 
 
 def test_samples_are_what_their_spec_says():
@@ -119,7 +173,8 @@ def _compressors(spec):
     if isinstance(spec, PruningSpec):
         return MagnitudePruner, MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(**where))
     if isinstance(spec, PalettizationSpec):
-        return KMeansPalettizer, KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(**where))
+        module = ModuleKMeansPalettizerConfig(enable_fast_kmeans_mode=False, **where)
+        return KMeansPalettizer, KMeansPalettizerConfig(global_config=module)
     module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, **where)
     return Quantizer, QuantizerConfig(global_config=module, execution_mode="eager")
 

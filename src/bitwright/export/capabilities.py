@@ -11,7 +11,8 @@ import torch
 
 from bitwright.artifact import CompressedTensor, PalettizedTensor, QuantizedTensor
 from bitwright.config.spec import CompressionSpec, CompressionTargetTensor
-from bitwright.planning import Plan, Problem, Severity
+from bitwright.palettization import PalettizationSpec
+from bitwright.planning import Plan, PlanRow, Problem, Severity
 from bitwright.pruning import PruningSpec
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -21,6 +22,9 @@ from .samples import SAMPLES, sample_weight
 from .targets import TARGETS, target_named
 
 __all__ = ["Capability", "Form", "Support", "activation_support", "capabilities", "check_plan", "weight_support"]
+
+
+_HALF = PruningSpec(target_sparsity=0.5)
 
 
 class Form(enum.StrEnum):
@@ -131,15 +135,25 @@ def capabilities() -> Iterator[Capability]:
         yield Capability(label, kind, specs, answers)
 
 
-def _row_support(row: Any, target: str) -> Support:
+def _row_support(row: PlanRow, target: str) -> Support:
     if row.kind != "weight":
+        assert isinstance(row.spec, QuantizationSpec)
         return activation_support(target, row.spec)
-    if isinstance(row.spec, PruningSpec) and target in ("coreai", "coreml", "artifact", "torch", "aot-inductor"):
-        return Support(Form.PACKED)
+    assert row.spec is not None
+    linear = len(row.shape) == 2
+    if isinstance(row.spec, PruningSpec):
+        return weight_support(target, sample_weight((_HALF,), (8, 8), row.dtype), linear=linear)
+    specs = (_HALF, row.spec) if row.masked else (row.spec,)
+    return weight_support(target, sample_weight(specs, _sample_shape(row), row.dtype), linear=linear)
+
+
+def _sample_shape(row: PlanRow) -> tuple[int, ...]:
+    """Sizes of a smaller weight whose compressed form is of the same kind: at most two blocks along a dimension."""
+    if isinstance(row.spec, PalettizationSpec):
+        unit = row.spec.cluster_dim * getattr(row.spec.granularity, "group_size", 1)
+        return tuple(min(size, max(2, 64 // unit) * unit) for size in row.shape)
     shape = tuple(size * min(2, count // size) for size, count in zip(row.block_size, row.shape, strict=False))
-    whole = len(shape) == len(row.shape) and all(shape) and isinstance(row.spec, QuantizationSpec)
-    tensor = sample_weight((row.spec,), shape if whole else row.shape, row.dtype)
-    return weight_support(target, tensor, linear=len(row.shape) == 2)
+    return shape if len(shape) == len(row.shape) and all(shape) else row.shape
 
 
 def _onnx_weight(tensor: CompressedTensor[Any]) -> Support:

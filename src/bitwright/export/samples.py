@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,13 +100,15 @@ def sample_weight(specs: tuple[CompressionSpec, ...], shape: tuple[int, ...], dt
         return compress_tensor(weight, [simulator], "weight")
     model = _layer(weight)
     for spec in specs:
-        model = _prepared(model, spec, weight)
+        model = _prepared(model, spec)
     site = weight_sites(model)[0]
     return compress_tensor(site.tensor, site.simulators, "weight")
 
 
 def _layer(weight: torch.Tensor) -> nn.Module:
     """A linear layer or a convolution with this weight."""
+    if not 2 <= weight.ndim <= 5:
+        weight = weight.reshape(len(weight), -1)
     outputs, inputs, *kernel = weight.shape
     model: nn.Module = nn.Linear(inputs, outputs, bias=False)
     if kernel:
@@ -116,13 +118,14 @@ def _layer(weight: torch.Tensor) -> nn.Module:
     return model
 
 
-def _prepared(model: nn.Module, spec: CompressionSpec, weight: torch.Tensor) -> nn.Module:
+def _prepared(model: nn.Module, spec: CompressionSpec) -> nn.Module:
     from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig, ModuleKMeansPalettizerConfig
     from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig
     from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 
     where: Any = {"weight": copy.copy(spec)}
-    x = (torch.zeros(1, *weight.shape[1:], dtype=weight.dtype),)
+    held = cast("torch.Tensor", model.weight)
+    x = (torch.zeros(1, *held.shape[1:], dtype=held.dtype),)
     if isinstance(spec, PruningSpec):
         pruner = MagnitudePruner(
             model, MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(op_state_spec=where))

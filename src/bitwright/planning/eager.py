@@ -107,7 +107,7 @@ class PlanBuilder:
         self.plan.rows.append(
             PlanRow(
                 state.name, "weight", shape, dtype, resolution.spec, decision.rule, group, resolution.block_size, dense,
-                packed, note,
+                packed, note, CompressionType.PRUNING in kinds_on(stack),
             )
         )  # fmt: skip
 

@@ -113,6 +113,7 @@ class PlanRow:
         dense_bytes: bytes now (weights only; 0 for activations).
         compressed_bytes: bytes of the packed artifact, scales and offsets included (weights only).
         note: why, where that is not obvious.
+        masked: whether a pruning mask stands on the weight already.
     """
 
     tensor: str
@@ -126,6 +127,7 @@ class PlanRow:
     dense_bytes: int = 0
     compressed_bytes: int = 0
     note: str = ""
+    masked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON-compatible data."""

@@ -19,7 +19,7 @@ from bitwright.program import Op, StateTensor
 from .ops import ROLE_NAMED_OPS, AxisConflictError, WeightAxes, default_weight_axes
 from .plan import Placement, Plan, PlanRow, Problem, Severity
 from .simulated_states import FinalizedWeight, WeightProgram
-from .stacking import finite_range, stacking_problem
+from .stacking import finite_range, kinds_on, stacking_problem
 from .states import StateDecision, decide_states
 from .unmatched import unmatched_problems
 from .weight_views import link_views
@@ -166,7 +166,7 @@ class _Builder:
         self.plan.rows.append(
             PlanRow(
                 state.name, "weight", tuple(state.tensor.shape), dtype, resolution.spec, decision.rule, group,
-                resolution.block_size, dense, packed, note,
+                resolution.block_size, dense, packed, note, CompressionType.PRUNING in kinds_on(stack),
             )
         )  # fmt: skip
 
