@@ -24,9 +24,10 @@ pt2e = pytest.importorskip("torchao.quantization.pt2e")
 class Net(nn.Module):
     """Convolution, batch norm, concatenation, pooling, linear, sigmoid."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool = True) -> None:
         super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(7, 5)
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(7, 5)
+        self.bn = nn.BatchNorm2d(4) if norm else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.cat([F.relu(self.bn(self.conv(x))), x], 1)
@@ -41,10 +42,18 @@ def ops(module: Any) -> list[str]:
     return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("is_qat", [False, True], ids=["ptq", "qat"])
-def test_through_torchaos_flow(is_qat: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_qat", "norm"),
+    [
+        pytest.param(False, True, id="ptq"),
+        pytest.param(True, False, id="qat"),
+        # torchao exports and matches some thirty patterns of batch norms, which takes half a minute
+        pytest.param(True, True, id="qat with batch norm", marks=pytest.mark.slow),
+    ],
+)
+def test_through_torchaos_flow(is_qat: bool, norm: bool) -> None:
     """Converted models have torchao's integer ops, no batch norm, and compute nearly what the float model does."""
-    model = with_statistics(Net())
+    model = with_statistics(Net(norm))
     model.train(is_qat)
     prepare = flow.prepare_qat_pt2e if is_qat else flow.prepare_pt2e
     prepared = prepare(graph_of(model, IMAGE), pt2e_quantizer(QuantizerConfig(), model, is_qat=is_qat))

@@ -119,7 +119,7 @@ def test_histograms_merge_exactly(values, data):
 def test_shards_equal_the_whole(kind, granularity):
     """Three calculators on shards, merged, hold the parameters of one that saw everything."""
     spec = {"range_calculator_cls": kind, "dtype": "int4"} | ({"granularity": granularity} if granularity else {})
-    batches = gaussian(48 * 6 * 50).reshape(6, 48, 50).transpose(1, 2) * torch.arange(1, 7.0).reshape(6, 1, 1)
+    batches = gaussian(6 * 12 * 200).reshape(6, 12, 200).transpose(1, 2) * torch.arange(1, 7.0).reshape(6, 1, 1)
     whole, *shards = (make(**spec) for _ in range(4))
     for i, batch in enumerate(batches):
         whole(batch)
