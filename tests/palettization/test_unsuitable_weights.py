@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright._weight_compressor import WeightCompressor
-from bitwright.errors import BitwrightWarning, PlanError
+from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError
 from bitwright.palettization import KMeansPalettizer
 from bitwright.pruning import MagnitudePruner
 
@@ -169,3 +169,29 @@ def test_recurrent_weights(compressor, kind):
         f"weight_{end}_l{layer}{way}" for end in ("ih", "hh") for layer in (0, 1) for way in ("", "_reverse")
     }
     assert model(torch.randn(3, 2, 32))[0].isfinite().all()
+
+
+def test_a_model_without_weights_to_compress_is_a_named_warning(compressor):
+    """Neither norms nor matrices that a plain product reads are reached by default; the warning says how they are."""
+    torch.manual_seed(0)
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            self.table = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * self.table
+
+    model, example = Product(), (torch.randn(8, 8),)
+    graph = torch.export.export(model, example).module()
+    for subject in (model, graph, nn.ReLU()):
+        plan = compressor(subject).plan(example)
+        assert [problem.code for problem in plan.problems] == ["nothing-to-compress"]
+        with pytest.raises(PlanError, match="module_state_spec"):
+            compressor(subject).prepare(example, strict=True)
+        with pytest.warns(ConfigMatchWarning, match=f"nothing-to-compress.*{compressor._technique.kind.value}"):
+            compressor(subject).prepare(example)
+    off = compressor._config_type(global_config=None)
+    assert compressor(nn.ReLU(), off).plan(example).problems == []

@@ -14,6 +14,7 @@ from torch import nn
 from bitwright.common import CompressionType
 from bitwright.config.matching import ModuleRules, OpRule, lookup_spec, resolve_module_rules, resolve_op_rule
 from bitwright.config.spec import CompressionSpec, CompressionTargetTensor
+from bitwright.config.spec_dicts import spec_dict_is_active
 from bitwright.program import Op, StateTensor
 
 from .ops import ROLE_NAMED_OPS, AxisConflictError, WeightAxes, default_weight_axes
@@ -110,7 +111,25 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
     for weight in traced.finalized:
         builder.refuse_finalized(weight, op_rules)
     builder.plan.problems += unmatched_problems(rules)
+    if not builder.plan.placements and not builder.plan.problems and _asks_for_something(config):
+        builder.plan.problems.append(_nothing_found(config, technique))
     return builder.plan
+
+
+def _asks_for_something(config: Any) -> bool:
+    """Whether any part of the configuration has a spec for weights."""
+    parts = (config.global_config, *config.module_type_configs.values(), *config.module_name_configs.values())
+    ops = (op for part in parts for op in (part, *part.op_type_config.values(), *part.op_name_config.values()))
+    return any(map(spec_dict_is_active, (*(op.op_state_spec for op in ops), *(p.module_state_spec for p in parts))))
+
+
+def _nothing_found(config: Any, technique: WeightTechnique) -> Problem:
+    message = (
+        f"the model has no weight for {technique.kind.value}: none is read by one of the ops "
+        f"{', '.join(sorted(set(technique.ops.values())))} with a spec for its name, so the model stays as it is. "
+        "Weights of other ops can be named in the module_state_spec of a module config."
+    )
+    return Problem("nothing-to-compress", type(config).__name__, message)
 
 
 def weight_keys(state: StateTensor, op: Op) -> tuple[str, ...]:
