@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from bitwright._utils.parametrization import parametrize_tensor
-from bitwright.artifact import Artifact, ArtifactError, DenseTensor, compress_tensor, pack_model
+from bitwright.artifact import Artifact, ArtifactError, DenseTensor, compress_tensor, dense_tensor, pack_model
+from bitwright.artifact.layouts import _DTYPES
+from bitwright.artifact.storage import file_sizes
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity
 
@@ -293,3 +295,25 @@ def test_manifest_holds_versions_and_layouts_in_plain_json(saved):
     layout = manifest["tensors"]["fc.weight"]["layout"]
     assert (layout["kind"], layout["format"], layout["block_size"]) == ("quantized", "int4", [1, 4])
     assert {"manifest.json"} | {entry["name"] for entry in manifest["files"]} == set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("name", ["weight", "gewichtä", 'a"b\\c', "tab\tüber"])
+def test_the_size_of_the_files_is_known_before_they_are_written(name, tmp_path):
+    """Headers included, for any names, dtypes and number of files."""
+    for dtypes in [(torch.uint8, torch.int8, torch.float64), tuple(_DTYPES.values())]:
+        tensors = {f"{name}{i}": dense_tensor(torch.zeros(3 * i + 1, 5).to(d)) for i, d in enumerate(dtypes)}
+        artifact = Artifact(tensors)
+        folder = tmp_path / f"{len(dtypes)}"
+        artifact.save(folder)
+        assert artifact.disk_nbytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    layouts = [(key, tensor.layout) for key, tensor in tensors.items()]
+    artifact.save(tmp_path / "pieces", shard_bytes=100)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "pieces").glob("*.safetensors"))]
+    assert file_sizes(layouts, 100) == sizes
+    assert len(sizes) > 3
+
+
+def test_the_size_of_the_files_of_a_prepared_model(saved):
+    folder, artifact, _, _ = saved
+    assert artifact.disk_nbytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert Artifact.load(folder).disk_nbytes == artifact.disk_nbytes

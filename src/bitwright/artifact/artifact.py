@@ -16,7 +16,7 @@ from .errors import ArtifactError
 from .folded_norms import FoldedNorms
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
 from .sites import WeightSite, activation_simulators, dense_state, weight_sites
-from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, read_activations
+from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, file_sizes, read_activations
 from .tensors import CompressedTensor, DenseTensor
 
 __all__ = ["Artifact", "make_empty_directory"]
@@ -188,6 +188,12 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Bytes of the compressed tensors; what the plan predicts."""
         names = set(self.compressed)
         return sum(layout.nbytes for name, layout in self._layouts() if name in names)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of the tensor files that :meth:`save` writes, with their headers; the manifest not counted."""
+        activations = ((f"activations/{name}", entry.layout) for name, entry in self.activations.items())
+        return sum(file_sizes((*self._layouts(), *activations)))
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Copy the decoded tensors into a float model, one at a time.

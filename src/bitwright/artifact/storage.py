@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,66 @@ from .layouts import ActivationLayout, TensorLayout
 from .manifest import FileEntry, Manifest, StoredActivation, StoredTensor
 from .tensors import CompressedTensor, build_tensor
 
-__all__ = ["DEFAULT_SHARD_BYTES", "StoredTensors", "TensorWriter", "check_files", "read_activations"]
+__all__ = ["DEFAULT_SHARD_BYTES", "StoredTensors", "TensorWriter", "check_files", "file_sizes", "read_activations"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_BYTES = 1 << 28
+
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""Names of dtypes in safetensors, in the order in which it ranks them; files begin with the last."""
+
+
+def file_sizes(
+    layouts: Iterable[tuple[str, TensorLayout | ActivationLayout]], shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> list[int]:
+    """Return the bytes of each file that :class:`TensorWriter` writes for tensors of these names, headers included."""
+    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+    room = 0
+    for name, layout in layouts:
+        parts = {f"{name}/{part}": shape for part, shape in layout.parts().items()}
+        if parts and room <= 0:
+            files.append({})
+            room = shard_bytes
+        if parts:
+            files[-1] |= parts
+            room -= sum(map(_part_bytes, parts.values()))
+    return [_header_bytes(parts) + sum(map(_part_bytes, parts.values())) for parts in files]
+
+
+def _part_bytes(part: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = part
+    return math.prod(shape) * dtype.itemsize
+
+
+def _header_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Return the length of a safetensors header: eight bytes, and JSON padded to a multiple of eight."""
+    ranks = {dtype: rank for rank, dtype in enumerate(_DTYPE_NAMES)}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (shape, dtype) in sorted(parts.items(), key=lambda item: (-ranks[item[1][1]], item[0])):
+        start, end = end, end + _part_bytes((shape, dtype))
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return 8 + -(-len(text) // 8) * 8
 
 
 class TensorWriter:
