@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bitwright.artifact import Artifact, ArtifactError
+from bitwright.export.samples import SAMPLES, sample_weight
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 
@@ -254,11 +255,8 @@ def _corrupted(data, header, rng):
     return bytes(changed)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])
-def test_random_changes_with_hashes_that_fit(artifact, tmp_path, count):
-    """Whoever changes files and hashes gets an error of ours, or tensors of the sizes that the manifest says."""
-    rng = random.Random(count)
-    work = tmp_path / "work"
+def _fuzzed(artifact, work, rng, count):
+    """Yield what opens of ``count`` changed copies, decoded; everything else must be an error of ours."""
     shutil.copytree(artifact, work)
     tensors = next(work.glob("*.safetensors"))
     manifest, good = (work / "manifest.json").read_text(), tensors.read_bytes()
@@ -279,4 +277,40 @@ def test_random_changes_with_hashes_that_fit(artifact, tmp_path, count):
         except ArtifactError:
             continue
         assert all(tuple(tensor.shape) == tuple(loaded[name].layout.shape) for name, tensor in decoded.items())
+        yield decoded
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])
+def test_random_changes_with_hashes_that_fit(artifact, tmp_path, count):
+    """Whoever changes files and hashes gets an error of ours, or tensors of the sizes that the manifest says."""
+    for decoded in _fuzzed(artifact, tmp_path / "work", random.Random(count), count):
         assert all(bool(torch.isfinite(tensor).all()) for name, tensor in decoded.items() if name.endswith("weight"))
+
+
+WEIGHTS = {label: specs for label, kind, specs in SAMPLES if kind == "weight"}
+
+
+@pytest.mark.parametrize(
+    ("label", "count"),
+    [
+        *(pytest.param(label, 100, marks=pytest.mark.slow) for label in WEIGHTS),
+        ("palette of 4 bits, int8 tables", 40),
+        ("pruned to 75 %, palette of 4 bits", 40),
+    ],
+)
+def test_random_changes_of_every_kind_of_tensor(label, count, tmp_path):
+    """With hashes that fit: an error of ours, or a tensor; one flipped bit without that: always an error."""
+    rng = random.Random(label)
+    Artifact({"weight": sample_weight(WEIGHTS[label], (32, 32), "float32")}).save(tmp_path / "good")
+    for _ in _fuzzed(tmp_path / "good", tmp_path / "work", rng, count):
+        pass
+    shutil.copytree(tmp_path / "good", tmp_path / "flipped")
+    for path in _files(tmp_path / "flipped"):
+        data = path.read_bytes()
+        for _ in range(count // 4):
+            flipped = bytearray(data)
+            flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(flipped)
+            with pytest.raises(ArtifactError):
+                _read_everything(tmp_path / "flipped")
+        path.write_bytes(data)
