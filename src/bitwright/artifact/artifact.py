@@ -14,8 +14,9 @@ from .activations import QuantizedActivation
 from .compress import compress_tensor
 from .errors import ArtifactError
 from .folded_norms import FoldedNorms
+from .from_graph import graph_tensors
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
-from .sites import WeightSite, activation_simulators, dense_state, weight_sites
+from .sites import WeightSite, activation_simulators, dense_state, own_state, weight_sites
 from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, file_sizes, read_activations
 from .tensors import CompressedTensor, DenseTensor
 
@@ -76,9 +77,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 not calibrated. The message names it.
         """
         if isinstance(model, fx.GraphModule) and not any(weight_sites(model)):
-            from bitwright.inspection import artifact_of  # reads graphs through the exporters, to the right of here
-
-            return artifact_of(model, config=config, plan=plan)
+            packed, names, ranges = graph_tensors(model)
+            return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))
         aliases: dict[str, str] = {}
         sources: dict[str, WeightSite] = {}
         for site in weight_sites(model):
@@ -325,13 +325,7 @@ def _split(name: str) -> tuple[str, str]:
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield prefix + name, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
+        yield from own_state(module, path)
 
 
 def _assign(owner: nn.Module, attribute: str, value: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .errors import ArtifactError
 
-__all__ = ["WeightSite", "activation_simulators", "dense_state", "simulators_in", "weight_sites"]
+__all__ = ["WeightSite", "activation_simulators", "dense_state", "own_state", "simulators_in", "weight_sites"]
 
 
 @dataclass(eq=False, slots=True)
@@ -84,13 +84,18 @@ def activation_simulators(model: nn.Module) -> dict[str, FakeQuantizeImplBase]:
 def dense_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers that stand under no simulator, by name, aliases included."""
     for path, module in _plain_modules(model, ""):
-        prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield prefix + name, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
+        yield from own_state(module, path)
+
+
+def own_state(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module at ``path`` itself, without its children's, by name."""
+    prefix = f"{path}." if path else ""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
 
 
 def _plain_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
@@ -104,7 +105,7 @@ def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
         return finalize_eager(copy.deepcopy(model).eval(), backend).eval()
     from bitwright.quantization._graph.finalize import folded_copy
 
-    from .graph import GraphSimulators, finalize_graph
+    from .graph import finalize_graph
 
     twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
     found = GraphSimulators.of(twin)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
+from bitwright.artifact.graph_sites import GraphSimulators, state_of
+
 from .coreml import check_activation, coreml_activation
 from .coreml_weights import check_weight, mark_root, mark_weight, stays_dense
-from .graph import GraphSimulators, compressed, parameter_names, state_of
+from .graph import compressed, parameter_names
 
 __all__ = ["ACTIVATION_PREFIX", "finalize_graph_coreml"]
 

@@ -17,13 +17,14 @@ from torch import fx, nn
 from bitwright._utils.kept_layouts import keep_layout
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
+from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .conversion import is_prepared_graph
 from .eager import replace_modules
-from .graph import GraphSimulators, clean_up, compressed
+from .graph import clean_up, compressed
 
 __all__ = ["LoweredModel", "lower"]
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.artifact import Artifact
+
 from .torch_program import has_compiler
 
 __all__ = ["TARGETS", "Target", "target_named"]
@@ -65,9 +67,7 @@ def target_named(name: str) -> Target:
 
 
 def _artifact(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any) -> Path:
-    from bitwright.inspection import artifact_of
-
-    artifact_of(model).save(path)
+    Artifact.from_model(model).save(path)
     return path
 
 

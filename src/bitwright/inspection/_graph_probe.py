@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 from torch.export import Dim
 
+from bitwright.artifact.from_graph import folded
+from bitwright.artifact.graph_sites import simulator_of
 from bitwright.config.matching import resolve_module_rules
-from bitwright.export.graph import simulator_of
 from bitwright.planning.chains import Chain, find_chains
 from bitwright.program import Argument, Program
 from bitwright.program.graph import capture_graph
@@ -22,7 +23,6 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._graph_run import GraphRun, attribute, evaluate
 from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, kind_axis
-from ._sizes import folded
 
 __all__ = ["GraphProbe"]
 

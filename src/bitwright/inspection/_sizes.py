@@ -12,10 +12,12 @@ from torch.nn.utils import parametrize
 
 from bitwright._utils.kept_layouts import kept_layouts, stands_for_activation
 from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compress_tensor
+from bitwright.artifact.from_graph import folded
+from bitwright.artifact.graph_sites import GraphSimulators, state_of
 from bitwright.artifact.sites import weight_sites
 from bitwright.config.spec import CompressionSimulatorBase
 
-__all__ = ["StoredSize", "folded", "is_compressed", "stored_sizes"]
+__all__ = ["StoredSize", "is_compressed", "stored_sizes"]
 
 _COREML = "_COREML_/"
 _GRAPH_SUFFIXES = ("_quantized", "_scale", "_zero_point", "_minval")
@@ -41,17 +43,6 @@ class StoredSize:
     def module(self) -> str:
         """Path of the module that it belongs to."""
         return self.name.rpartition(".")[0]
-
-
-def folded(model: nn.Module) -> nn.Module:
-    """Return a prepared graph with its batch norms folded, so that its weights are states; other models as they are."""
-    from bitwright.program.graph_module import TracedGraphModule
-    from bitwright.quantization._graph.finalize import folded_copy
-    from bitwright.quantization._graph.fold_insert import FOLDS
-
-    if isinstance(model, TracedGraphModule) and FOLDS in model._modules:
-        return folded_copy(model)
-    return model
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -90,8 +81,6 @@ def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
 def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
     """Yield the layout of every compressed weight by its first name."""
     if isinstance(model, fx.GraphModule):
-        from bitwright.export.graph import GraphSimulators, state_of
-
         done: set[str] = set()
         for weight in GraphSimulators.of(model).weights:
             if weight.target not in done:

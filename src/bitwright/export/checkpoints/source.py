@@ -19,9 +19,7 @@ def artifact_of_weights(model: nn.Module) -> Artifact:
     """
     if not is_prepared_graph(model):
         return Artifact.from_model(model, lazy=True)
-    from bitwright.inspection import artifact_of
-
-    return artifact_of(model)
+    return Artifact.from_model(model)
 
 
 def linear_weights(model: nn.Module) -> set[str]:

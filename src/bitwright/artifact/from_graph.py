@@ -1,0 +1,83 @@
+"""The artifact of a prepared graph, whose simulators are nodes and whose batch norms may be folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bitwright.config.spec import CompressionSimulatorBase
+
+from .activations import QuantizedActivation
+from .compress import compress_tensor
+from .graph_sites import GraphSimulators, state_of
+from .sites import own_state
+from .tensors import CompressedTensor, DenseTensor
+
+__all__ = ["folded", "graph_tensors"]
+
+GraphTensors = tuple[dict[str, CompressedTensor[Any]], dict[str, str], dict[str, QuantizedActivation]]
+
+
+def folded(model: nn.Module) -> nn.Module:
+    """Return a prepared graph with its batch norms folded, so that its weights are states; other models as they are."""
+    from bitwright.program.graph_module import TracedGraphModule
+    from bitwright.quantization._graph.finalize import folded_copy
+    from bitwright.quantization._graph.fold_insert import FOLDS
+
+    if isinstance(model, TracedGraphModule) and FOLDS in model._modules:
+        return folded_copy(model)
+    return model
+
+
+def graph_tensors(model: fx.GraphModule) -> GraphTensors:
+    """Return tensors, aliases and activations of a prepared graph, as an artifact takes them.
+
+    Names are those of the float model, and batch norms that were folded are part of the weights.
+
+    Raises:
+        ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
+            not calibrated.
+    """
+    graph = folded(model)
+    assert isinstance(graph, fx.GraphModule)
+    found = GraphSimulators.of(graph)
+    tensors: dict[str, CompressedTensor[Any]] = {}
+    for weight in found.weights:
+        state = state_of(graph, weight.target)
+        tensors.setdefault(weight.target, compress_tensor(state, weight.simulators, weight.target).to("cpu"))
+    first: dict[int, str] = {id(state_of(graph, target)): target for target in reversed(tensors)}
+    aliases: dict[str, str] = {}
+    for name, tensor in _own_state(graph):
+        read = any(node.users for node in graph.graph.find_nodes(op="get_attr", target=name))
+        if name in tensors:
+            continue
+        if id(tensor) in first:  # of tied weights the graph reads one name
+            aliases[name] = first[id(tensor)]
+        elif read or not _is_folded(graph, name):
+            first[id(tensor)] = name
+            tensors[name] = DenseTensor.from_tensor(tensor.detach().clone()).to("cpu")
+    activations = {
+        node.name: QuantizedActivation.from_simulator(simulator, node.name) for node, simulator in found.activations
+    }
+    return tensors, aliases, activations
+
+
+def _own_state(graph: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers under all their names, those of simulators apart."""
+    for path, module in graph.named_modules(remove_duplicate=False):
+        if not any(isinstance(owner, CompressionSimulatorBase) for owner in _chain(graph, path)):
+            yield from own_state(module, path)
+
+
+def _chain(graph: fx.GraphModule, path: str) -> Iterator[nn.Module]:
+    parts = path.split(".") if path else []
+    for length in range(1, len(parts) + 1):
+        yield graph.get_submodule(".".join(parts[:length]))
+
+
+def _is_folded(graph: fx.GraphModule, name: str) -> bool:
+    """Whether a tensor that nothing reads is what folding left of a batch norm."""
+    return "running_mean" in graph.get_submodule(name.rpartition(".")[0])._buffers
