@@ -233,6 +233,22 @@ def test_calibration_that_fails_changes_nothing():
     assert zeros(model.stem.weight) > 0
 
 
+@pytest.mark.parametrize("algorithm", ["wanda", "sparsegpt"])
+def test_data_that_is_not_finite_is_an_error_that_names_the_weights(algorithm):
+    """Nothing is learnt from it: weights and masks are as before."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+    pruner = pruned(model, (torch.randn(4, 6),), pruning_algo=algorithm)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    data = torch.randn(16, 6)
+    data[3, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"'0\.weight', '2\.weight'.*NaN or infinite"), pruner.calibration_mode():
+        model(data)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(before[key], value) for key, value in after.items())
+
+
 def test_calibration_without_data_or_purpose():
     """No data is an error; nothing to calibrate is a warning."""
     pruner = pruned(counted(4, 4), (torch.randn(1, 4),), pruning_algo="wanda")

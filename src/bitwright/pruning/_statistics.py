@@ -50,6 +50,11 @@ class NormStatistics:
         self.count += count
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all inputs so far were finite."""
+        return self.squares is None or bool(torch.isfinite(self.squares).all())
+
+    @property
     def scale(self) -> torch.Tensor:
         """Root of the mean square of each column, float32 ``[G, C]``."""
         assert self.squares is not None

@@ -157,6 +157,7 @@ class MagnitudePruner(WeightCompressor):
 
         Raises:
             RuntimeError: the model is not prepared, another mode is active, or no data came.
+            ValueError: the inputs of a pruned layer were not finite; names the weights.
         """
         target = self._target(model, "entering calibration mode")
         places = self._places(target)
@@ -205,16 +206,23 @@ class MagnitudePruner(WeightCompressor):
             raise RuntimeError(
                 "calibration_mode saw no inputs of a pruned layer. Run the model on data inside the `with` block."
             )
-        found = []
-        for place in places:
-            statistics = collector.statistics.get(place.simulator)
-            if statistics is not None:
-                statistics.all_reduce()
-                result = calibrate(place, statistics)
-                if result is not None:
-                    found.append(result)
+        for statistics in collector.statistics.values():
+            statistics.all_reduce()
+        seen = [
+            (place, collector.statistics[place.simulator])
+            for place in places
+            if place.simulator in collector.statistics
+        ]
+        broken = [place.name for place, statistics in seen if not statistics.is_finite]
+        if broken:
+            raise ValueError(
+                f"The inputs of {', '.join(map(repr, broken))} had NaN or infinite entries during calibration, so they "
+                "say nothing about importance. Check the data; the model is as it was."
+            )
+        found = [calibrate(place, statistics) for place, statistics in seen]
         for result in found:
-            result.apply()
+            if result is not None:
+                result.apply()
 
     @staticmethod
     def _places(model: nn.Module) -> list[SimulatorPlace[PruneImplBase]]:
