@@ -6,12 +6,12 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import bitwright
+
+from .source_imports import imports, modules
 
 PEER_NAMES = {
     "bitwright": "CoreMLExportError DependencyVersionWarning ExportBackend TorchaoTorchIncompatibilityWarning "
@@ -72,22 +72,15 @@ def test_public_names_exist_and_are_documented(module):
 
 def test_what_modules_import_from_each_other_is_public_there():
     """A name without an underscore that another module imports stands in its module's ``__all__``, where it has one."""
-    source = Path(bitwright.__file__).parent
-    trees = {path: ast.parse(path.read_text()) for path in source.rglob("*.py")}
-    listed = {_module_name(path): names for path, tree in trees.items() if (names := _listed(tree)) is not None}
-    missing = [
-        f"{module}.{name}"
-        for path, tree in trees.items()
-        for module, name in _imports(tree, _module_name(path), path.name == "__init__.py")
-        if module in listed and not name.startswith("_") and name not in listed[module]
-    ]
-    modules = {_module_name(path) for path in trees}
-    assert sorted(set(missing) - modules) == []
-
-
-def _module_name(path: Path) -> str:
-    parts = path.relative_to(Path(bitwright.__file__).parent.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    trees = modules()
+    listed = {module: names for module, tree in trees.items() if (names := _listed(tree)) is not None}
+    missing = {
+        f"{source}.{name}"
+        for module, tree in trees.items()
+        for source, name in imports(tree, module)
+        if source in listed and not name.startswith("_") and name not in listed[source]
+    }
+    assert sorted(missing - set(trees)) == []
 
 
 def _listed(tree: ast.Module) -> set[str] | None:
@@ -97,13 +90,3 @@ def _listed(tree: ast.Module) -> set[str] | None:
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             return set(ast.literal_eval(statement.value))  # type: ignore[attr-defined]
     return None
-
-
-def _imports(tree: ast.Module, module: str, package: bool) -> Iterator[tuple[str, str]]:
-    """Pairs of the module that is imported from and the name."""
-    here = module.split(".") if package else module.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = here[: len(here) - node.level + 1] if node.level else []
-            for alias in node.names:
-                yield ".".join([*base, *filter(None, [node.module])]), alias.name
