@@ -116,6 +116,11 @@ def run(interpreter: str, package: str, name: str, mode: str) -> dict[str, str]:
     return {kind: found.get(kind, missing) for kind in KINDS}
 
 
+def _recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    return found
+
+
 def _is_complete(entry: dict[str, Any], peer: str) -> bool:
     return "bitwright" in entry and (not peer or "coreai_opt" in entry)
 
@@ -127,7 +132,7 @@ def main(names: list[str]) -> None:
 
     known = importlib.import_module("tests.e2e.architectures").NAMES
     peer = os.environ.get("BITWRIGHT_PEER_PYTHON", "")
-    rows = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    rows = _recorded()
     for name in names or known:
         for mode in MODES:
             if not names and _is_complete(rows.get(f"{name} {mode}", {}), peer):
@@ -135,7 +140,7 @@ def main(names: list[str]) -> None:
             entry = {"bitwright": run(sys.executable, "bitwright", name, mode)}
             if peer:
                 entry["coreai_opt"] = run(peer, "coreai_opt", name, mode)
-            rows[f"{name} {mode}"] = entry
+            rows = {**_recorded(), f"{name} {mode}": entry}  # others may have measured meanwhile
             for package, ends in entry.items():
                 print(
                     f"{name:14}{mode:7}{package:12}" + "  ".join(f"{k}: {end}" for k, end in ends.items()), flush=True

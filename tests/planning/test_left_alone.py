@@ -150,3 +150,32 @@ def test_what_is_a_mask() -> None:
     assert not holds_mask(torch.tensor([0, -(10**6)]))
     assert not holds_mask(torch.zeros(0))
     assert not holds_mask(torch.full((2,), -math.inf, device="meta"))
+
+
+def test_sentinels_that_no_op_shows() -> None:
+    """Numbers that stand for infinity are found with the example inputs at the latest, and the user is told."""
+    hidden = torch.finfo(torch.float32).min
+
+    def scores(s: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(s.layer(x) + torch.log(mask).nan_to_num(neginf=hidden), -1)
+
+    model = Lambda(scores, layer=nn.Linear(8, 8)).eval()
+    x, mask = torch.randn(4, 8), torch.tensor([1.0] * 6 + [0.0] * 2)
+    with pytest.warns(UserWarning, match="stand for infinity in masks"):
+        prepared = calibrated(model, "graph", x, mask)
+    with torch.no_grad():
+        assert decibel(model(x, mask), prepared(x, mask)) > 25
+
+
+def test_weights_that_no_output_depends_on() -> None:
+    """The plan of a graph says so of an auxiliary head; it is not simulated."""
+
+    def auxiliary(s: Any, x: torch.Tensor) -> torch.Tensor:
+        s.aside(x)
+        return s.layer(x)
+
+    model = Lambda(auxiliary, layer=nn.Linear(8, 8), aside=nn.Linear(8, 4)).eval()
+    rows = {row.tensor: row for row in Quantizer(model, QuantizerConfig()).plan((torch.randn(2, 8),))}
+    assert rows["aside.weight"].spec is None
+    assert rows["aside.weight"].note == "no output of the model depends on it"
+    assert rows["layer.weight"].spec is not None

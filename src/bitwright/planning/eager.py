@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.common import CompressionType
 from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules, resolve_op_rule
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.program import Op, Program
+from bitwright.program import Op, Program, StateTensor
 
 from .computed_weights import computed_weight_problems
 from .eager_activations import request_activations
@@ -110,6 +110,15 @@ class PlanBuilder:
                 packed, note, CompressionType.PRUNING in kinds_on(stack),
             )
         )  # fmt: skip
+
+    def add_unread(self, state: StateTensor) -> None:
+        """Add a row that says why a weight is left as it is: the results do not depend on it."""
+        shape, dense = tuple(state.tensor.shape), state.tensor.numel() * state.tensor.element_size()
+        dtype = str(state.tensor.dtype).removeprefix("torch.")
+        note = "no output of the model depends on it"
+        self.plan.rows.append(
+            PlanRow(state.name, "weight", shape, dtype, None, "", dense_bytes=dense, compressed_bytes=dense, note=note)
+        )
 
     def add_activation(self, placement: Placement, resolution: Resolution) -> None:
         """Add a row for each site of a simulator on activations."""

@@ -24,6 +24,7 @@ from .merge_specs import effective, with_fields
 from .plan import Placement, Plan, Problem, Site
 from .quantized import Resolution, resolve_activation
 from .reconcile import Group, reconcile
+from .redundant import without_redundant
 from .shared_axes import channel_axis, keeps_axis
 from .sharing import DisjointSets
 from .slots import SlotTable, build_slots
@@ -80,6 +81,9 @@ def plan_graph_quantization(
     ranks = {id(chain.primary): chain.rank for chain in chains}
     for decision in decide_states(program, rules, _rules_of(chains), rank_of=lambda op: ranks[id(op)]).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))
+    for state in program.states.values():
+        if state.is_parameter and state.tensor.ndim >= 2 and not state.uses:
+            builder.add_unread(state)
     table = build_slots(program, chains)
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
@@ -89,7 +93,7 @@ def plan_graph_quantization(
     problems += state_input_problems(program, _rules_of(chains))
     for group in groups:
         problems += _keep_or_drop_axis(group)
-    for placement, resolution in _placements(groups, table):
+    for placement, resolution in _placements(without_redundant(program, chains, table, groups), table):
         builder.add_activation(placement, resolution)
     return GraphDecisions(builder.build([*problems, *unmatched_problems(rules)]), chains, rules, stacks)
 

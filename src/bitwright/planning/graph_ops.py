@@ -18,8 +18,10 @@ __all__ = [
     "ACTIVATIONS",
     "OpRole",
     "Passthrough",
+    "computes_in_floats",
     "is_float",
     "is_quantized",
+    "only_moves",
     "passthrough_of",
     "role_of",
 ]
@@ -137,6 +139,23 @@ def is_quantized(op_type: str) -> bool:
 def passthrough_of(op: Op) -> Passthrough | None:
     """Return how ``op`` moves values, None if it changes them or is not known."""
     return _PASSTHROUGH.get(canonical_name(op.type))
+
+
+_IN_FLOATS = frozenset(
+    {"softmax", "layer_norm", "rms_norm", "group_norm", "scaled_dot_product_attention", "split", "div", "act"}
+)
+
+
+def computes_in_floats(role: OpRole) -> bool:
+    """True for ops without integer kernels, which need no scale right at their inputs."""
+    return role.pattern in _IN_FLOATS
+
+
+def only_moves(op: Op) -> bool:
+    """True for an op whose results are numbers of its first argument as they are, in training too."""
+    if "dropout" in op.type:
+        return False
+    return passthrough_of(op) is not None or _ROLES.get(canonical_name(op.type)) is _SPLIT
 
 
 def is_float(value: Value) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -37,10 +38,38 @@ def initialise(module: TracedGraphModule, program: Program, example: ExampleInpu
         if not all(map(_is_weight, simulators)):
             with _restored(program):
                 module(*example.args, **example.kwargs)
+        _remove_masked(module)
     for simulator in simulators:
         simulator.enable_fake_quant()
         if not _is_weight(simulator):
             simulator.disable_observer()
+
+
+def _remove_masked(module: TracedGraphModule) -> None:
+    """Take out simulators whose range spans half of all numbers that there are: they saw minus infinity's stand-ins."""
+    removed = []
+    for node, simulator in simulators_of_graph(module):
+        if not _is_weight(simulator) and not simulator.is_stateless and _sees_sentinels(simulator, node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            module._modules.pop(str(node.target))
+            removed.append(simulator.tensor_fqn)
+    if removed:
+        module.recompile()
+        warnings.warn(
+            f"{', '.join(removed)} not quantized: with the example inputs the numbers there reach those that stand for "
+            "infinity in masks, and one scale for them would round everything else to zero.",
+            stacklevel=6,
+        )
+
+
+def _sees_sentinels(simulator: FakeQuantizeImplBase, source: object) -> bool:
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return False
+    scale = simulator.qparams_calculator.get_qparams()[0]
+    reach = float(scale.abs().max()) * (simulator.quant_max - simulator.quant_min) if scale.numel() else 0.0
+    return reach >= 0.5 * torch.finfo(value.dtype).max
 
 
 def simulators_of_graph(module: fx.GraphModule) -> list[tuple[fx.Node, FakeQuantizeImplBase]]:
