@@ -12,23 +12,20 @@ from bitwright import _plugins, _versions
 from bitwright.common import TorchaoTorchIncompatibilityWarning, UntestedTorchVersionWarning
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-
-
 def test_import_is_lazy():
-    """`import bitwright` loads neither torch nor anything heavy; a sub-package is there when asked for."""
-    loaded = run("import sys, bitwright; print([m for m in ('torch', 'torchao', 'numba', 'rich') if m in sys.modules])")
-    assert loaded == "[]"
-    assert run("import bitwright; print(bitwright.quantization.__name__)") == "bitwright.quantization"
+    """Importing loads nothing heavy: no torch for the package, no torchao or Numba for quantization; both cost seconds.
 
-
-def test_quantization_does_not_import_torchao_or_numba():
-    """Both cost seconds; they come when first needed."""
-    loaded = run(
-        "import sys, bitwright.quantization; print([m for m in ('torchao', 'numba', 'rich') if m in sys.modules])"
-    )
-    assert loaded == "[]"
+    A sub-package is there when it is asked for.
+    """
+    code = """
+import sys, bitwright
+heavy = ("torch", "torchao", "numba", "pandas", "rich", "transformers")
+print([name for name in heavy if name in sys.modules])
+print(bitwright.quantization.config.__name__)
+print([name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[]", "bitwright.quantization.config", "['torch']"]
 
 
 def test_unknown_attribute_is_an_attribute_error():

@@ -335,12 +335,3 @@ def test_schedules_stand_at_every_level_and_in_files() -> None:
     assert twin == config
     assert twin.module_type_configs is not None
     assert twin.module_type_configs[LINEAR] == ModuleQuantizerConfig(qat_schedule=schedules[1])
-
-
-def test_importing_the_configs_loads_no_heavy_library() -> None:
-    code = (
-        "import sys, bitwright.quantization.config; "
-        "print([m for m in ('torchao', 'numba', 'pandas', 'rich', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
