@@ -17,8 +17,8 @@ __all__ = ["load", "save"]
 _VERSION = 1
 
 
-def save(model: nn.Module, schedules: ScheduleDriver, calibrated: bool) -> dict[str, Any]:
-    """Return step count, whether statistics have begun, and how far each running range has come."""
+def save(model: nn.Module, schedules: ScheduleDriver, calibrated: bool, measured: bool) -> dict[str, Any]:
+    """Return step count, whether statistics have begun and were calibrated, and how far each running range has come."""
     progress = {}
     for name, calculator in _calculators(model):
         if isinstance(calculator, RunningRangeMixin):
@@ -29,12 +29,13 @@ def save(model: nn.Module, schedules: ScheduleDriver, calibrated: bool) -> dict[
         "version": _VERSION,
         "step_count": schedules.step_count,
         "calibrated": calibrated,
+        "measured": measured,
         "progress": progress,
     }
 
 
-def load(model: nn.Module, schedules: ScheduleDriver, state: Mapping[str, Any]) -> bool:
-    """Apply what ``save`` returned; return whether statistics have begun.
+def load(model: nn.Module, schedules: ScheduleDriver, state: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Apply what ``save`` returned; return whether statistics have begun, and whether a calibration has ended.
 
     Raises:
         ValueError: the state is of another model or version; nothing has been changed.
@@ -60,7 +61,7 @@ def load(model: nn.Module, schedules: ScheduleDriver, state: Mapping[str, Any]) 
             calculator._restart = bool(restart)
         else:
             calculator._progress.observations, calculator._progress.restart = int(observations), bool(restart)
-    return bool(state["calibrated"])
+    return bool(state["calibrated"]), bool(state.get("measured", False))  # older states do not say
 
 
 def _has_progress(calculator: Any) -> bool:

@@ -11,9 +11,17 @@ from torch import nn
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.errors import CalibrationWarning
 
+from .spec import AccumulatedQParamsCalculator
 from .spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["running_activations", "unmeasured", "warn_of_empty_calibration", "warn_of_ranges"]
+__all__ = ["has_searched_range", "running_activations", "unmeasured", "warn_of_empty_calibration", "warn_of_ranges"]
+
+
+def has_searched_range(simulator: FakeQuantizeImplBase) -> bool:
+    """Return whether the range is that of all activations so far, searched for in their distribution."""
+    calculator: Any = simulator.qparams_calculator
+    activation = simulator.quantization_target == CompressionTargetTensor.ACTIVATION
+    return activation and isinstance(calculator, AccumulatedQParamsCalculator) and calculator._initialized
 
 
 def running_activations(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeImplBase]]:

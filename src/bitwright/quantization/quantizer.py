@@ -24,7 +24,7 @@ from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
-from ._statistics import warn_of_empty_calibration, warn_of_ranges
+from ._statistics import has_searched_range, warn_of_empty_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
 from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
@@ -68,6 +68,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         self._schedules = ScheduleDriver({})
         self._plan: Plan | None = None
         self._calibrated = False
+        self._measured = False
 
     def plan(
         self,
@@ -171,6 +172,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             try:
                 with merged_statistics(_simulators(target)):
                     yield self
+                self._measured = True
                 warn_of_empty_calibration(target, stacklevel=3)
             finally:
                 _rest(target)
@@ -178,6 +180,10 @@ class Quantizer(_Views, _BaseModelCompressor):
     @contextmanager
     def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Train with fake quantization inside the ``with`` block; schedules decide where the config has any.
+
+        Without a schedule every observer is on, except that activation ranges which a calibration has searched for in a
+        distribution (``percentile``, ``mse``, ``histogram``) stay as they are: a search at each step would be slow, and
+        fixed ranges train as well (H. Wu et al., arXiv 2004.09602).
 
         With ``torch.distributed`` initialised, observed ranges are those of the batches of all processes joined.
 
@@ -191,7 +197,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         with self._in_lifecycle(_Lifecycle.TRAINING), module_mode(target, training=True):
             self._start_statistics(target)
             for simulator in _simulators(target):
-                switch(simulator, observer=True, fake_quant=True)
+                switch(simulator, observer=not (self._measured and has_searched_range(simulator)), fake_quant=True)
             self._training_model = target
             self._schedules.apply(target)
             try:
@@ -264,7 +270,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: the model is not prepared.
         """
         self._require_prepared(self._model)
-        return _checkpoint.save(self._model, self._schedules, self._calibrated)
+        return _checkpoint.save(self._model, self._schedules, self._calibrated, self._measured)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where ``state_dict`` was called; load the prepared model's own ``state_dict`` as well.
@@ -278,7 +284,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         """
         self._require_prepared(self._model)
         self._require_idle("load_state_dict()")
-        self._calibrated = _checkpoint.load(self._model, self._schedules, state)
+        self._calibrated, self._measured = _checkpoint.load(self._model, self._schedules, state)
 
     def enable_observer(self, module: nn.Module | None = None) -> None:
         """Turn observers on, in the whole model or in one of its modules.

@@ -13,6 +13,7 @@ from bitwright.quantization.config import ExecutionMode, ModuleQuantizerConfig, 
 from bitwright.quantization.spec import (
     DynamicQParamsCalculator,
     MovingAverageQParamsCalculator,
+    MSERangeCalculator,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
@@ -32,6 +33,7 @@ WEIGHTS: dict[str, tuple[torch.dtype, Any, torch.dtype | None]] = {
     "w4_per_block": (torch.int4, PER_BLOCK, None),
     "w8a8": (torch.int8, PER_CHANNEL, None),
     "w4a8": (torch.int4, PER_CHANNEL, None),
+    "w4a4": (torch.int4, PER_CHANNEL, None),
     "w8a8_dynamic": (torch.int8, PER_CHANNEL, None),
     "fp8": (FP8, PER_CHANNEL, None),
     "mxfp8": (FP8, PER_BLOCK, E8M0),
@@ -70,6 +72,20 @@ def test_weight_only_presets_switch_activations_off(owner: Any, name: str) -> No
 def test_int8_activations_are_the_default_ones(name: str) -> None:
     module = getattr(ModuleQuantizerConfig.presets, name)()
     assert module.op_input_spec == module.op_output_spec == {"*": default_activation_quantization_spec()}
+
+
+def test_int4_inputs_have_the_range_of_least_squared_error() -> None:
+    module = ModuleQuantizerConfig.presets.w4a4()
+    assert module.op_input_spec is not None
+    spec = module.op_input_spec["*"]
+    assert spec is not None
+    assert (spec.dtype, spec.granularity, spec.qscheme) == (
+        torch.int4,
+        PerTensorGranularity(),
+        QuantizationScheme.ASYMMETRIC,
+    )
+    assert spec.range_calculator_cls is MSERangeCalculator
+    assert module.op_output_spec == OFF
 
 
 def test_fp8_activations_are_per_tensor_and_calibrated() -> None:

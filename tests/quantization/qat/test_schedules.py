@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,39 @@ def test_evaluation_in_the_middle_observes_nothing():
         pass
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["plain", "percentile"])
+def test_ranges_that_calibration_searched_for_stay_in_training(mode, kind):
+    """Ranges of a distribution are fixed by calibration, in a resumed run too; without one they follow, as averages do.
+
+    A schedule has the last word.
+    """
+    ranges = lambda model: [  # noqa: E731
+        s.calculate_qparams()[0].clone() for s in simulators(model) if s.quantization_target.value == "activation"
+    ]
+    quantizer, prepared, _ = start(mode, kind, None)
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(images(1)[0])
+    resumed, fresh, _ = start(mode, kind, None)
+    fresh.load_state_dict(prepared.state_dict())
+    resumed.load_state_dict(quantizer.state_dict())
+    uncalibrated, raw, _ = start(mode, kind, None)
+    scheduled, observed, _ = start(mode, kind, QATSchedule(disable_observer=9))
+    with scheduled.calibration_mode(), torch.no_grad():
+        observed(images(1)[0])
+    raw(images(1)[0])
+    for one, model, stays in (
+        (quantizer, prepared, kind == "percentile"),
+        (resumed, fresh, kind == "percentile"),
+        (uncalibrated, raw, False),
+        (scheduled, observed, False),
+    ):
+        before = ranges(model)
+        with one.training_mode():
+            model(images(2)[0] * 5)
+        assert all(map(torch.equal, before, ranges(model))) == stays
+
+
 def test_foreign_states_are_refused():
     """Another version or another model is an error that changes nothing."""
     quantizer, _, _ = start("eager", "plain")
@@ -179,8 +213,9 @@ import os, sys, torch
 sys.path.insert(0, {root!r})
 from tests.quantization.qat.test_schedules import restore, save, start, train, everything
 path, stop, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "kill"
+kind = {kind!r}
 state = torch.load(path, weights_only=True) if os.path.exists(path) else None
-run = restore(state["run"], "eager", "lsq") if state else start("eager", "lsq")
+run = restore(state["run"], *kind) if state else start(*kind)
 for step in range(state["step"] if state else 0, stop):
     train(*run, [step])
     torch.save({{"run": save(*run), "step": step + 1}}, path + ".new")
@@ -193,11 +228,15 @@ torch.save(everything(run[1]), path + ".result")
 """
 
 
-def test_kill_9_in_the_middle_of_a_run(tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind",
+    [("eager", "lsq"), ("graph", "plain"), *(pytest.param(k, marks=pytest.mark.slow) for k in product(MODES, KINDS))],
+)
+def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, kind):
     """A process that is killed and started again ends with the bits of one that was left alone."""
     root = str(Path(__file__).parents[3])
     script = tmp_path / "worker.py"
-    script.write_text(_WORKER.format(root=root))
+    script.write_text(_WORKER.format(root=root, kind=kind))
     run = [sys.executable, str(script), str(tmp_path / "state")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*run, "8", "kill"], stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as process:

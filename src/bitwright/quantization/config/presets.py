@@ -101,6 +101,19 @@ class ModuleQuantizerPresets:
         weight = _per_channel("int4", axis) if block_size is None else _per_block("int4", axis, block_size)
         return self._config(weight, activation, activation)
 
+    def w4a4(self, *, axis: int | None = None) -> ModuleQuantizerConfig:
+        """Return int4 weights per channel, and int4 inputs per tensor whose range has the least squared error.
+
+        Meant for training (``training_mode``) behind a calibration, which finds the ranges: sixteen levels between the
+        extremes of an activation waste most of them on outliers. Outputs stay in float, as the next op quantizes what
+        it reads.
+
+        Args:
+            axis: channel axis of the weight; None for the op's own.
+        """
+        inputs = QuantizationSpec(dtype="int4", qscheme="asymmetric", range_calculator_cls="mse")
+        return self._config(_per_channel("int4", axis), inputs)
+
     def w8a8_dynamic(self, *, axis: int | None = None, per_token: bool = True) -> ModuleQuantizerConfig:
         """Return int8 weights per channel, and int8 inputs whose scale is computed anew in every forward.
 
@@ -198,6 +211,10 @@ class QuantizerPresets:
     ) -> QuantizerConfig:
         """Return :meth:`ModuleQuantizerPresets.w4a8` for the whole model."""
         return self._wrap(self._modules.w4a8(axis=axis, block_size=block_size), execution_mode)
+
+    def w4a4(self, *, axis: int | None = None, execution_mode: ExecutionMode = ExecutionMode.GRAPH) -> QuantizerConfig:
+        """Return :meth:`ModuleQuantizerPresets.w4a4` for the whole model."""
+        return self._wrap(self._modules.w4a4(axis=axis), execution_mode)
 
     def w8a8_dynamic(
         self,
