@@ -167,8 +167,7 @@ def cluster_binned(
         centroids[points.size :] = points[-1]
         label_long_row(row, centroids, labels, sweep)
         return 0.0
-    wanted = max(effort.limit, _MANY_BINS) if row.numel() >= CHUNK else effort.limit
-    found = binned(row, weights, wanted, sweep)
+    found = binned(row, weights, effort.limit, sweep)  # finer bins would be merged again, which costs accuracy
     if found is None:
         return math.inf
     _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.limit, effort.tolerance, centroids)
