@@ -17,8 +17,8 @@ from bitwright.artifact.sites import WeightSite, activation_simulators, weight_s
 from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.quantization._export_utils import (
-    can_export_stateless_fake_quant,
     get_activation_export_handler,
+    refuse_stateless,
     validate_activation_export_supported,
 )
 from bitwright.quantization.config import ExecutionMode
@@ -53,7 +53,7 @@ def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str
     folder = mapped_folder(mmap_dir, backend)
     if backend == ExportBackend._TORCH:
         return model
-    _refuse_stateless(model, backend)
+    refuse_stateless(activation_simulators(model).items(), backend, ExecutionMode.EAGER)
     if backend == ExportBackend.CoreAI:
         _finalize_coreai(model, folder)
     else:
@@ -137,17 +137,3 @@ def replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> Non
         for name, child in module._modules.items():
             if child in replacements:
                 module._modules[name] = mark_activation(replacements[child])
-
-
-def _refuse_stateless(model: nn.Module, backend: ExportBackend) -> None:
-    for path, simulator in activation_simulators(model).items():
-        if not simulator.is_stateless:
-            continue
-        if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, ExecutionMode.EAGER):
-            continue
-        raise NotImplementedError(
-            f"Activation {path!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}): "
-            f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
-            "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
-            "register an activation export handler."
-        )

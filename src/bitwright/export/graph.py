@@ -15,8 +15,8 @@ from bitwright.artifact.graph_sites import GraphSimulators, GraphWeight, state_o
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.quantization._export_utils import (
-    can_export_stateless_fake_quant,
     get_activation_export_handler,
+    refuse_stateless,
     validate_activation_export_supported,
 )
 from bitwright.quantization.config import ExecutionMode
@@ -79,7 +79,8 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
             f"The graph has no fake quantization nodes, so there is nothing to export to {backend.value}. The "
             "configuration matched nothing, or left every tensor out; print quantizer.plan(example_inputs) to see why."
         )
-    _refuse_stateless(found, backend)
+    named = ((node.name, simulator) for node, simulator in found.activations)
+    refuse_stateless(named, backend, ExecutionMode.GRAPH)
     if backend == ExportBackend.CoreAI:
         _finalize_coreai(module, found, folder)
     else:
@@ -144,20 +145,6 @@ def _check_coreai_activation(node: fx.Node, simulator: FakeQuantizeImplBase) -> 
     except ValueError as error:
         raise UnsupportedActivationError(f"{node.name}: {error}") from error
     QuantizedActivation.from_simulator(simulator, node.name)
-
-
-def _refuse_stateless(found: GraphSimulators, backend: ExportBackend) -> None:
-    for node, simulator in found.activations:
-        if not simulator.is_stateless:
-            continue
-        if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, ExecutionMode.GRAPH):
-            continue
-        raise NotImplementedError(
-            f"Activation {node.name!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}): "
-            f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
-            "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
-            "register an activation export handler."
-        )
 
 
 def _unused(name: str, taken: dict[str, int]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 from torch import fx, nn
+
+from bitwright.common import ExportBackend
 
 from .config import ExecutionMode
 from .spec.fake_quantize import FakeQuantizeImplBase
@@ -18,6 +20,7 @@ __all__ = [
     "can_export_stateless_fake_quant",
     "canonicalize_qparam_shape",
     "get_activation_export_handler",
+    "refuse_stateless",
     "register_eager_activation_export_handler",
     "register_graph_activation_export_handler",
     "validate_activation_export_supported",
@@ -59,6 +62,27 @@ def get_activation_export_handler(
 def can_export_stateless_fake_quant(simulator: FakeQuantizeImplBase, execution_mode: ExecutionMode) -> bool:
     """Return whether a handler takes a simulator whose parameters are computed at run time."""
     return get_activation_export_handler(simulator.granularity, execution_mode) is not None
+
+
+def refuse_stateless(
+    activations: Iterable[tuple[str, FakeQuantizeImplBase]], backend: ExportBackend, execution_mode: ExecutionMode
+) -> None:
+    """Check that the parameters of all activations are known before run time.
+
+    Raises:
+        NotImplementedError: those of one are not, and no handler takes it; names it.
+    """
+    for name, simulator in activations:
+        if not simulator.is_stateless:
+            continue
+        if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, execution_mode):
+            continue
+        raise NotImplementedError(
+            f"Activation {name!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}), which "
+            f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
+            "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
+            "register an activation export handler."
+        )
 
 
 def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> None:
