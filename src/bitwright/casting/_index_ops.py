@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
+from ._reachable import reachable
+
 _aten = torch.ops.aten
 
 #: Position of the index argument.
@@ -81,11 +83,5 @@ def _is_integer_index(entry: Any) -> bool:
 
 def build_unsafe_to_cast_nodes(graph: Graph) -> set[Node]:
     """Return every node that an index is computed from, the index itself included: indices keep their dtype."""
-    unsafe: set[Node] = set()
-    pending = [index for node in graph.nodes for index in index_nodes(node)]
-    while pending:
-        node = pending.pop()
-        if node not in unsafe:
-            unsafe.add(node)
-            pending += node.all_input_nodes
-    return unsafe
+    indices = (index for node in graph.nodes for index in index_nodes(node))
+    return reachable(indices, lambda node: node.all_input_nodes)

@@ -18,6 +18,7 @@ from ._intervals import Interval, dtype_interval
 from ._operators import called_graphs, op_name
 from ._program import finish, user_inputs
 from ._ranges import RangeAnalysis
+from ._reachable import reachable
 from ._retype import DtypeInference, Retyper, set_dtypes
 
 _aten = torch.ops.aten
@@ -120,14 +121,7 @@ def _proven(castable: set[Node], intervals: dict[Node, Interval], unproven: list
 
 def build_user_reachable_nodes(inputs: Iterable[Node]) -> set[Node]:
     """Return ``inputs`` and every node that is computed from one of them."""
-    reachable: set[Node] = set()
-    pending = list(inputs)
-    while pending:
-        node = pending.pop()
-        if node not in reachable:
-            reachable.add(node)
-            pending += node.users
-    return reachable
+    return reachable(inputs, lambda node: node.users)
 
 
 def build_castable_int16_nodes(graph: Graph, user_reachable: Container[Node], unsafe: Container[Node]) -> set[Node]:
@@ -160,11 +154,4 @@ def _has_scalar_operand(node: Node) -> bool:
 
 def _connected(seeds: Iterable[Node], allowed: set[Node]) -> set[Node]:
     """Return ``seeds`` and what is linked to them through nodes of ``allowed``, along edges in both directions."""
-    found: set[Node] = set()
-    pending = list(seeds)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [other for other in (*node.all_input_nodes, *node.users) if other in allowed]
-    return found
+    return reachable(seeds, lambda node: [other for other in (*node.all_input_nodes, *node.users) if other in allowed])
