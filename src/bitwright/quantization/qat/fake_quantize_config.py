@@ -10,13 +10,10 @@ from bitwright import _torchao
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.formats import format_of
 from bitwright.quantization.spec import (
-    PerBlockGranularity,
-    PerChannelGranularity,
     PerTensorGranularity,
     PerTokenGranularity,
     QuantizationComponentFactory,
     QuantizationFormulation,
-    QuantizationGranularity,
     QuantizationScheme,
     QuantizationSpec,
     StatelessQParamsCalculatorBase,
@@ -24,13 +21,19 @@ from bitwright.quantization.spec import (
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from bitwright.quantization.spec.learned import LearnedQParamsCalculatorBase
 
+from ._torchao_terms import (
+    integer_dtype,
+    own_granularity,
+    read_granularity,
+    read_mapping_type,
+    read_zero_point_domain,
+    torchao_granularity,
+)
 from .intx import Float8QuantizationSpec, IntxQuantizationSpec
 
 __all__ = ["FakeQuantizeConfig", "FakeQuantizeConfigBase", "Float8FakeQuantizeConfig", "IntxFakeQuantizeConfig"]
 
-_DTYPES = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 9))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_STRINGS = ("per_token", "per_channel", "per_group")
 _FIELDS = (
     "dtype",
     "granularity",
@@ -115,12 +118,12 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         group_size: int | None = None,
         is_symmetric: bool | None = None,
     ) -> None:
-        self.dtype = _integer_dtype(dtype)
-        self.granularity = _granularity(granularity, group_size)
-        self.mapping_type = _mapping_type(mapping_type, is_symmetric)
+        self.dtype = integer_dtype(dtype)
+        self.granularity = read_granularity(granularity, group_size)
+        self.mapping_type = read_mapping_type(mapping_type, is_symmetric)
         self.scale_precision = scale_precision
         self.zero_point_precision = zero_point_precision
-        self.zero_point_domain = _zero_point_domain(zero_point_domain)
+        self.zero_point_domain = read_zero_point_domain(zero_point_domain)
         self.is_dynamic = is_dynamic
         self.range_learning = range_learning
         self.eps = eps
@@ -170,7 +173,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         if name == "group_size":
             name, value = "granularity", _torchao.granularity("PerGroup", value)
         elif name == "is_symmetric":
-            name, value = "mapping_type", _mapping_type(None, value)
+            name, value = "mapping_type", read_mapping_type(None, value)
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -194,7 +197,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         return IntxQuantizationSpec(
             dtype=self.dtype,
             qscheme="symmetric" if self.is_symmetric else "asymmetric",
-            granularity=_own_granularity(self.granularity),
+            granularity=own_granularity(self.granularity),
             scale_precision=self.scale_precision,
             zero_point_precision=self.zero_point_precision,
             zero_point_domain=self.zero_point_domain.name,
@@ -225,7 +228,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
             extra: dict[str, Any] = {name: getattr(spec, name) for name in names}
         else:
             extra = _plain_extra(spec)
-        granularity = _torchao_granularity(spec.granularity)
+        granularity = torchao_granularity(spec.granularity)
         return cls(spec.dtype, granularity, is_symmetric=spec.qscheme != QuantizationScheme.ASYMMETRIC, **extra)
 
     @classmethod
@@ -324,87 +327,6 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
         """Return torchao's ``Float8FakeQuantizeConfig`` with the same attributes."""
         made = _torchao.qat_config_class("Float8FakeQuantizeConfig")
         return made(self.dtype, self.granularity, self.hp_value_lb, self.hp_value_ub)
-
-
-def _integer_dtype(dtype: Any) -> torch.dtype:
-    if type(dtype).__name__ == "TorchAODType":
-        dtype = getattr(torch, dtype.name.lower())
-    if dtype not in _DTYPES:
-        raise ValueError(f"Unsupported dtype '{dtype}', choose from {list(_DTYPES)}")
-    chosen: torch.dtype = dtype
-    return chosen
-
-
-def _granularity(granularity: Any, group_size: int | None) -> Any:
-    if group_size is not None and granularity is not None and granularity != "per_group":
-        raise ValueError(f"`group_size` conflicts with granularity '{granularity}'; give one of the two.")
-    if granularity is None and group_size is None:
-        raise ValueError("At least one of `granularity` or `group_size` must be set")
-    if granularity == "per_token":
-        return _torchao.granularity("PerToken")
-    if granularity == "per_channel":
-        return _torchao.granularity("PerAxis", 0)
-    if granularity is None or granularity == "per_group":
-        if group_size is None:
-            raise ValueError("granularity was 'per_group' but no `group_size` was set")
-        if group_size < 1:
-            raise ValueError(f"`group_size` must be positive, got {group_size!r}.")
-        return _torchao.granularity("PerGroup", group_size)
-    if isinstance(granularity, str):
-        raise ValueError(f"Unexpected granularity: '{granularity}', must be one of {list(_STRINGS)}")
-    if isinstance(granularity, QuantizationGranularity):
-        granularity = _torchao_granularity(granularity)
-    if type(granularity).__name__ not in ("PerToken", "PerAxis", "PerGroup"):
-        raise ValueError(f"Granularity '{granularity}' is not supported; use PerToken(), PerAxis(0) or PerGroup(n).")
-    if type(granularity).__name__ == "PerAxis" and granularity.axis != 0:
-        raise ValueError(f"Only axis=0 is supported for PerAxis granularity, got axis={granularity.axis!r}.")
-    return granularity
-
-
-def _mapping_type(mapping_type: Any, is_symmetric: bool | None) -> Any:
-    if mapping_type is not None and is_symmetric is not None:
-        raise ValueError("Cannot set both `mapping_type` and `is_symmetric`")
-    if mapping_type is None:
-        return _torchao.mapping_type("ASYMMETRIC" if is_symmetric is False else "SYMMETRIC")
-    name = mapping_type.upper() if isinstance(mapping_type, str) else getattr(mapping_type, "name", None)
-    if name not in ("SYMMETRIC", "ASYMMETRIC"):
-        raise ValueError(f"MappingType '{mapping_type}' is not supported")
-    return _torchao.mapping_type(name)
-
-
-def _zero_point_domain(domain: Any) -> Any:
-    if domain is None:
-        raise ValueError("Please use ZeroPointDomain.NONE instead of None")
-    name = domain.upper() if isinstance(domain, str) else getattr(domain, "name", None)
-    if name not in ("INT", "FLOAT", "NONE"):
-        raise ValueError(f"`zero_point_domain` must be INT, FLOAT or NONE, got {domain!r}.")
-    return _torchao.zero_point_domain(name)
-
-
-def _own_granularity(granularity: Any) -> QuantizationGranularity:
-    kind = type(granularity).__name__
-    if kind == "PerToken":
-        return PerTokenGranularity()
-    if kind == "PerAxis":
-        return PerChannelGranularity(axis=granularity.axis)
-    return PerBlockGranularity(axis=-1, block_size=granularity.group_size)
-
-
-def _torchao_granularity(granularity: QuantizationGranularity) -> Any:
-    if isinstance(granularity, PerTokenGranularity):
-        return _torchao.granularity("PerToken")
-    if isinstance(granularity, PerChannelGranularity) and granularity.axis in (None, 0):
-        return _torchao.granularity("PerAxis", 0)
-    if isinstance(granularity, PerBlockGranularity):
-        size = granularity.block_size
-        if isinstance(size, tuple) and len(size) == 2 and size[0] == 1:
-            size = size[1]
-        if isinstance(size, int) and size > 0 and granularity.axis in (None, 1, -1):
-            return _torchao.granularity("PerGroup", size)
-    raise ValueError(
-        f"granularity {granularity!r} has no counterpart in a FakeQuantizeConfig, which knows per token, per channel "
-        "along axis 0, and per group along the last axis of a matrix."
-    )
 
 
 def _plain_extra(spec: QuantizationSpec) -> dict[str, Any]:
