@@ -1,4 +1,4 @@
-"""The terms of torchao's fake-quantize configs in all their spellings: dtypes, granularities, mapping types, domains."""
+"""The terms of torchao's fake-quantize configs, however spelled: dtypes, granularities, mapping types, domains."""
 
 from __future__ import annotations
 
