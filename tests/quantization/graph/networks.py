@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
 from bitwright.quantization import Quantizer
@@ -71,18 +71,6 @@ def train_steps(quantizer: Quantizer, prepared: nn.Module, *batches: tuple[torch
 def simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
     """Return the simulators of a model, each once."""
     return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
-
-
-def simulated_edges(model: fx.GraphModule) -> list[tuple[str, str]]:
-    """Return ``(producer, reader)`` names for every simulator between them, in order of the simulators' numbers."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    calls = [
-        node
-        for node in model.graph.nodes
-        if node.op == "call_module" and isinstance(modules[str(node.target)], FakeQuantizeImplBase)
-    ]
-    calls.sort(key=lambda node: int(str(node.target).rpartition("_")[2]))
-    return [(node.args[0].name, user.name) for node in calls for user in node.users]
 
 
 def sqnr(reference: torch.Tensor, other: torch.Tensor) -> float:
