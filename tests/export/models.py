@@ -99,13 +99,6 @@ def prepared(model, x, weight=None, activation=None, mode="eager"):
     return quantizer, ready
 
 
-def sqnr(expected, found):
-    """Signal to quantization noise in decibels; infinite where the two are equal."""
-    expected, found = expected.detach().double(), found.detach().double()
-    noise = (expected - found).square().sum()
-    return float("inf") if noise == 0 else float(10 * torch.log10(expected.square().sum() / noise))
-
-
 class Deconv(nn.Module):
     """A transposed convolution, whose output channels lie in dimension 1, between other layers."""
 

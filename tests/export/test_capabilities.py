@@ -23,8 +23,9 @@ from bitwright.planning import Severity
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity
+from tests.measures import sqnr
 
-from .models import W8, Mlp, blocks, built, prepared, sqnr
+from .models import W8, Mlp, blocks, built, prepared
 
 FAST = ("onnx", "coreai", "coreml", "gguf", "compressed-tensors", "torch")
 RUN_HERE = [name for name, target in TARGETS.items() if name not in ("artifact", "aot-inductor", "onnx-nbits")]

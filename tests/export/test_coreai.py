@@ -17,6 +17,7 @@ from bitwright.artifact import ArtifactError
 from bitwright.quantization import QuantizationSpec, _export_utils
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from tests.artifact.strategies import weight_specs
+from tests.measures import sqnr
 
 from .coreai_runtime import converted, coreai_ops, run
 from .models import (
@@ -34,7 +35,6 @@ from .models import (
     pruned,
     pruned_and_compressed,
     spec_of,
-    sqnr,
 )
 
 WEIGHTS = {

@@ -13,8 +13,9 @@ from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerChannelGranularity
 from tests.artifact.strategies import weight_specs
+from tests.measures import sqnr
 
-from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared, sqnr
+from .models import CHANNEL, W8, ConvNet, Mlp, Tied, blocks, built, prepared
 
 
 def _metadata(model, prefix):

@@ -10,8 +10,9 @@ pytest.importorskip("executorch.exir")
 
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import QuantizationSpec
+from tests.measures import sqnr
 
-from .models import CHANNEL, W8, ConvNet, Mlp, blocks, built, prepared, sqnr
+from .models import CHANNEL, W8, ConvNet, Mlp, blocks, built, prepared
 
 ACTIVATIONS = {
     "none": None,

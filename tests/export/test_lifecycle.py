@@ -7,8 +7,9 @@ import torch
 
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import QuantizationSpec
+from tests.measures import sqnr
 
-from .models import W8, Mlp, built, palettized, prepared, pruned, sqnr
+from .models import W8, Mlp, built, palettized, prepared, pruned
 
 BACKENDS = ("coreai", "coreml", "_torch")
 SLOW = [pytest.mark.slow]

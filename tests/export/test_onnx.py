@@ -22,6 +22,7 @@ from bitwright.export.onnx.runtime import open_session
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 from tests.artifact.strategies import weight_specs
+from tests.measures import sqnr
 
 from .models import (
     CHANNEL,
@@ -38,7 +39,6 @@ from .models import (
     prepared,
     pruned_and_compressed,
     spec_of,
-    sqnr,
 )
 
 ENOUGH_DB = 60

@@ -16,8 +16,8 @@ from bitwright.export.checkpoints import export_compressed_tensors, export_gguf,
 from bitwright.export.targets import TARGETS
 from bitwright.export.torch_program import packed_copy
 from bitwright.inspection import artifact_of
+from tests.measures import sqnr
 
-from .models import sqnr
 from .random_cases import random_case
 
 SEEDS = st.integers(0, 1 << 20)

@@ -12,8 +12,9 @@ from bitwright.export.conversion import ConversionError, converting
 from bitwright.export.targets import TARGETS, target_named
 from bitwright.export.torch_program import export_torch, packed_copy, run_torch
 from bitwright.quantization import QuantizationSpec
+from tests.measures import sqnr
 
-from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, pruned, sqnr
+from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, pruned
 
 
 def test_errors_of_converters_become_one_of_ours(capsys):

@@ -17,6 +17,7 @@ from bitwright.program import trace_eager
 from bitwright.program.masks import holds_mask
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.lambda_module import Lambda
+from tests.measures import sqnr
 
 MODES = ("graph", "eager")
 TOKENS = torch.randint(0, 30, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -30,11 +31,6 @@ def calibrated(model: nn.Module, mode: str, *inputs: Any) -> nn.Module:
     with quantizer.calibration_mode(), torch.no_grad():
         prepared(*inputs)
     return prepared.eval()
-
-
-def decibel(expected: torch.Tensor, found: torch.Tensor) -> float:
-    noise = (expected.double() - found.double()).square().sum()
-    return float(10 * torch.log10(expected.double().square().sum() / noise))
 
 
 def learned_positions(s: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -67,7 +63,7 @@ def test_positions_are_exact(function: Callable[..., Any], mode: str) -> None:
     """A position that is off by one names another row; an angle in the thousands has no eight-bit form."""
     model = network(function)
     with torch.no_grad():
-        assert decibel(model(TOKENS), calibrated(model, mode, TOKENS)(TOKENS)) > 28
+        assert sqnr(model(TOKENS), calibrated(model, mode, TOKENS)(TOKENS)) > 28
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +123,7 @@ def test_ways_to_mask(masked: Callable[..., torch.Tensor], mode: str) -> None:
     x = torch.randn(4, 8)
     prepared = calibrated(model, mode, x)
     with torch.no_grad():
-        assert decibel(model(x), prepared(x)) > 25
+        assert sqnr(model(x), prepared(x)) > 25
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -139,7 +135,7 @@ def test_masks_that_are_given_to_the_model(lowest: float, mode: str) -> None:
     x = torch.randn(4, 8)
     prepared = calibrated(model, mode, x, mask)
     with torch.no_grad():
-        assert decibel(model(x, mask), prepared(x, mask)) > 25
+        assert sqnr(model(x, mask), prepared(x, mask)) > 25
 
 
 def test_what_is_a_mask() -> None:
@@ -164,7 +160,7 @@ def test_sentinels_that_no_op_shows() -> None:
     with pytest.warns(UserWarning, match="stand for infinity in masks"):
         prepared = calibrated(model, "graph", x, mask)
     with torch.no_grad():
-        assert decibel(model(x, mask), prepared(x, mask)) > 25
+        assert sqnr(model(x, mask), prepared(x, mask)) > 25
 
 
 def test_weights_that_no_output_depends_on() -> None:

@@ -76,9 +76,3 @@ class GroupedCNN(nn.Module):
         x = x + self.grouped(x)
         x += 1
         return self.head(self.pool(self.up(x)).flatten(1))
-
-
-def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Signal-to-quantization-noise ratio in dB."""
-    noise = (reference.double() - other.double()).square().sum()
-    return float(10 * torch.log10(reference.double().square().sum() / noise))

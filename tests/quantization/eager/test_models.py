@@ -11,8 +11,9 @@ from torch import nn
 from bitwright import ExportBackend
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.measures import sqnr
 
-from .networks import GroupedCNN, TinyTransformer, sqnr_db
+from .networks import GroupedCNN, TinyTransformer
 
 MODELS = {
     "transformer": (TinyTransformer, lambda: (torch.randint(0, 64, (2, 12)),)),
@@ -57,7 +58,7 @@ def test_calibrated_model_stays_close_and_finalized_equals_prepared(case, name):
             prepared(*inputs)
     prepared.eval()
     output = _first(prepared(*inputs)).detach()
-    assert sqnr_db(reference, output) > bound
+    assert sqnr(reference, output) > bound
     finalized = quantizer.finalize(backend=ExportBackend._TORCH)
     assert torch.equal(_first(finalized(*inputs)), output)
 
@@ -116,7 +117,7 @@ def test_lstm_weights_are_quantized():
     prepared = quantizer.prepare((x,)).eval()
     simulators = [m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
     assert len(simulators) == 2
-    assert 5 < sqnr_db(reference, prepared(x)[0]) < 60
+    assert 5 < sqnr(reference, prepared(x)[0]) < 60
     decoded = nn.LSTM(8, 16)
     decoded.load_state_dict({name: getattr(prepared, name).detach() for name in decoded.state_dict()})
     assert torch.equal(decoded(x)[0], prepared(x)[0])

@@ -71,11 +71,3 @@ def train_steps(quantizer: Quantizer, prepared: nn.Module, *batches: tuple[torch
 def simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
     """Return the simulators of a model, each once."""
     return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
-
-
-def sqnr(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the signal-to-noise ratio in decibel, infinity for equal tensors."""
-    if torch.equal(reference, other):
-        return float("inf")
-    noise = (reference.double() - other.double()).square().sum()
-    return float(10 * torch.log10(reference.double().square().sum() / noise))

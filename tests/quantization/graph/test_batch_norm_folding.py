@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.lambda_module import Lambda
+from tests.measures import sqnr
 
-from .networks import calibrated, simulators, sqnr, train_steps, with_statistics
+from .networks import calibrated, simulators, train_steps, with_statistics
 
 INPUTS = {1: torch.randn(4, 4, 9), 2: torch.randn(4, 4, 7, 6), 3: torch.randn(4, 4, 5, 4, 3)}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

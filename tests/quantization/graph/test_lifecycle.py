@@ -19,8 +19,9 @@ from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quan
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec import PerBlockGranularity
 from tests.lambda_module import Lambda
+from tests.measures import sqnr
 
-from .networks import IMAGE, calibrated, net, simulators, sqnr, train_steps
+from .networks import IMAGE, calibrated, net, simulators, train_steps
 
 
 @pytest.fixture

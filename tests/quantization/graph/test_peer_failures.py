@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from tests.lambda_module import Lambda
+from tests.measures import sqnr
 
-from .networks import IMAGE, calibrated, net, simulators, sqnr
+from .networks import IMAGE, calibrated, net, simulators
 
 
 def finished(model: nn.Module, *inputs: torch.Tensor, config: QuantizerConfig | None = None) -> tuple[Any, Any]:

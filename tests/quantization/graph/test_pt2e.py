@@ -14,8 +14,9 @@ from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quan
 from bitwright.quantization.pt2e import pt2e_quantizer
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 from tests.lambda_module import Lambda
+from tests.measures import sqnr
 
-from .networks import IMAGE, sqnr, with_statistics
+from .networks import IMAGE, with_statistics
 
 flow = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
 pt2e = pytest.importorskip("torchao.quantization.pt2e")
