@@ -213,6 +213,11 @@ def placements(package: str, payload: Any) -> Any:
         role = str(node.target).rpartition(".")[2].rstrip("0123456789").rstrip("_")
         return "aten::batch_norm" if role == "output" else f"aten::{role}"
 
+    def readers(node: Any) -> list[str]:
+        # What takes a batch norm's scale out of a weight again stands between the simulator and the layer.
+        found = [(user, kind(user)) for user in node.users]
+        return sorted(one for user, of in found for one in (readers(user) if of == "aten::unfold" else [of]))
+
     rows: list[Any] = []
     groups: dict[int, int] = {}
     calls = [n for n in prepared.graph.nodes if n.op == "call_module" and kind(n) == "simulator"]
@@ -227,7 +232,7 @@ def placements(package: str, payload: Any) -> Any:
                 "of": node.args[0].name,
                 "group": groups.setdefault(id(simulator), len(groups)),
                 "reads": "weight" if weight else kind(node.args[0]),
-                "read by": sorted(kind(user) for user in node.users),
+                "read by": readers(node),
                 "dtype": str(calculator.dtype),
                 "scheme": simulator.qscheme.value,
                 "bounds": list(calculator.float_range),
