@@ -9,17 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import bitwright
 from bitwright.artifact import Artifact
-from bitwright.cli import app
 from bitwright.cli.loading import load_recipe, recipe_schema
 from bitwright.inspection import FidelityReport, diagnostics
+
+from .project import make_project, run
 
 NET = """
 import time
@@ -81,18 +80,8 @@ quantization_config:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, data and a recipe, which is the current one."""
-    (tmp_path / "clinet.py").write_text(NET)
-    (tmp_path / "w4.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("clinet", None)
+    make_project(tmp_path, monkeypatch, "clinet", NET, RECIPE)
     return tmp_path
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
 
 
 COMMON = ("clinet:make", "--data", "clinet:batches")

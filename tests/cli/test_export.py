@@ -15,6 +15,8 @@ from bitwright.artifact import Artifact
 from bitwright.cli import app
 from bitwright.export.targets import TARGETS
 
+from .project import make_project, run
+
 NET = """
 import torch
 from torch import nn
@@ -60,18 +62,12 @@ SLOW = ("aot-inductor", "executorch")
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with the model, in the current folder."""
-    (tmp_path / "exportnet.py").write_text(NET)
-    (tmp_path / "w4.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("exportnet", None)
+    make_project(tmp_path, monkeypatch, "exportnet", NET, RECIPE)
     return importlib.import_module("exportnet")
 
 
-def run(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ("export", *arguments))
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
+def export(*arguments: str, code: int = 0) -> Any:
+    return run("export", *arguments, code=code)
 
 
 COMMON = ("exportnet:make", "--data", "exportnet:batches", "--config", "w4.yaml")
@@ -83,9 +79,9 @@ def test_every_target_is_written_and_computes_the_same(name: str, net: Any) -> N
     target = TARGETS[name]
     if target.missing() is not None:
         pytest.skip(target.missing() or "")
-    run(*COMMON, "--target", name, "-o", ENDINGS[name], "-q")
+    export(*COMMON, "--target", name, "-o", ENDINGS[name], "-q")
     path, x = Path(ENDINGS[name]), net.batches()[0]
-    run(*COMMON, "--target", "artifact", "-o", "packed", "-q")
+    export(*COMMON, "--target", "artifact", "-o", "packed", "-q")
     model = net.make().eval()
     expected = Artifact.load("packed").load_into(model)(x)
     if target.run is not None:
@@ -106,14 +102,14 @@ def test_every_target_is_written_and_computes_the_same(name: str, net: Any) -> N
 
 @pytest.mark.parametrize("ending", ["m.onnx", "m.aimodel", "m.mlpackage", "m.gguf"])
 def test_the_ending_says_what_to_write(ending: str, net: Any) -> None:
-    run(*COMMON, "-o", ending, "-q")
+    export(*COMMON, "-o", ending, "-q")
     assert Path(ending).exists()
     assert not [path for path in Path().iterdir() if path.name.startswith(f".{ending}")]
 
 
 def test_a_free_batch_dimension(net: Any) -> None:
     """With --dynamic-batch the file takes batches of other sizes."""
-    run(*COMMON, "-o", "m.onnx", "--dynamic-batch", "-q")
+    export(*COMMON, "-o", "m.onnx", "--dynamic-batch", "-q")
     assert TARGETS["onnx"].run is not None
     assert TARGETS["onnx"].run(Path("m.onnx"), [torch.randn(3, 64)])[0].shape == (3, 32)
 
@@ -121,8 +117,8 @@ def test_a_free_batch_dimension(net: Any) -> None:
 def test_keyword_inputs(net: Any) -> None:
     """They are kept where the target has them, and refused by name where it has not."""
     command = ("exportnet:WithKeyword", "--data", "exportnet:keywords", "--config", "w4.yaml")
-    run(*command, "-o", "m.onnx", "-q")
-    message = run(*command, "-o", "m.mlpackage", code=2).stderr
+    export(*command, "-o", "m.onnx", "-q")
+    message = export(*command, "-o", "m.mlpackage", code=2).stderr
     assert "positional inputs only" in message
 
 
@@ -140,19 +136,19 @@ def test_keyword_inputs(net: Any) -> None:
 def test_what_is_wrong_is_said_before_anything_is_compressed(
     arguments: tuple[str, ...], message: str, net: Any
 ) -> None:
-    result = run(*COMMON, *arguments, code=2)
+    result = export(*COMMON, *arguments, code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_a_missing_extra_is_named(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert 'pip install "bitwright[gguf]"' in run(*COMMON, "-o", "m.gguf", code=2).stderr
+    assert 'pip install "bitwright[gguf]"' in export(*COMMON, "-o", "m.gguf", code=2).stderr
 
 
 def test_what_a_target_cannot_hold_is_one_message(net: Any) -> None:
     """Nothing is left behind."""
-    result = run("exportnet:make", "--data", "exportnet:batches", "--config", "preset:w8a8", "-o", "m.gguf", code=1)
+    result = export("exportnet:make", "--data", "exportnet:batches", "--config", "preset:w8a8", "-o", "m.gguf", code=1)
     assert "gguf cannot hold" in result.stderr
     assert "holds weights only" in result.stderr
     assert not Path("m.gguf").exists()
@@ -161,7 +157,7 @@ def test_what_a_target_cannot_hold_is_one_message(net: Any) -> None:
 def test_a_folder_that_is_not_empty_stays(net: Any) -> None:
     Path("out").mkdir()
     (Path("out") / "mine").write_text("x")
-    assert "exists already" in run(*COMMON, "--target", "artifact", "-o", "out", code=1).stderr
+    assert "exists already" in export(*COMMON, "--target", "artifact", "-o", "out", code=1).stderr
     assert (Path("out") / "mine").read_text() == "x"
 
 
