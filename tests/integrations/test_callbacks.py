@@ -89,6 +89,43 @@ def test_transformers_trainer(tmp_path, kind):
         assert torch.equal(one, other), name
 
 
+@needs_trainer
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["plain", "lsq"])
+def test_accelerate(tmp_path, mode, kind):
+    """A loop of accelerate needs no callback: the quantizer itself is registered for its checkpoints."""
+    from accelerate import Accelerator
+
+    def run(steps, save=None, load=None):
+        quantizer, prepared = make(mode, kind)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-2)
+        quantizer.step_with(optimizer)
+        model, wrapped = accelerator.prepare(prepared, optimizer)
+        accelerator.register_for_checkpointing(quantizer)
+        if load is not None:
+            accelerator.load_state(str(load))
+        with quantizer.training_mode():
+            for step in steps:
+                batch = rows()[4 * step % 16 :][:4]
+                with accelerator.accumulate(model):
+                    logits = model(torch.stack([row["x"] for row in batch]))
+                    accelerator.backward(F.cross_entropy(logits, torch.stack([row["labels"] for row in batch])))
+                    wrapped.step()
+                    wrapped.zero_grad()
+        if save is not None:
+            accelerator.save_state(str(save))
+        return quantizer, prepared
+
+    whole, expected = run(range(8))
+    assert whole.state_dict()["step_count"] == 4
+    run(range(4), save=tmp_path / "middle")
+    resumed, prepared = run(range(4, 8), load=tmp_path / "middle")
+    assert resumed.state_dict() == whole.state_dict()
+    for (name, one), other in zip(expected.state_dict().items(), prepared.state_dict().values(), strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(one) else one == other, name
+
+
 @needs_lightning
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["plain", "lsq"])
