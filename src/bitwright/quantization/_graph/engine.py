@@ -40,6 +40,7 @@ class GraphEngine(Engine):
         self._paths: dict[str, str] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
+        """Capture the program with ``torch.export`` and plan for it; see the base class."""
         with collector_paused(), unstacked(self.model) as stacks:
             module, self.program = capture_graph(
                 self.model,
@@ -55,6 +56,7 @@ class GraphEngine(Engine):
         return decisions.plan
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+        """Insert into the graph that the last ``plan`` captured, and return it."""
         assert self._captured is not None
         module, decisions = self._captured
         assert decisions.plan is plan
@@ -69,9 +71,11 @@ class GraphEngine(Engine):
         return module
 
     def module_paths(self) -> Mapping[str, str]:
+        """Return the paths of the last ``insert``."""
         return self._paths
 
     def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
+        """Return the simulators whose configuration came from ``path`` or from below it."""
         below = f"{path}." if path else ""
         names = [name for name, owner in self._paths.items() if owner == path or owner.startswith(below)]
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -79,16 +83,18 @@ class GraphEngine(Engine):
         return list(dict.fromkeys(found))
 
     def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
+        """Finalize a copy with its batch norms folded; ``model`` is left alone."""
         if not isinstance(model, TracedGraphModule):
             raise TypeError(f"model must be a torch.fx.GraphModule from prepare(), got {type(model).__name__}.")
         with collector_paused():
             finalized = folded_copy(model)
-        _BaseModelCompressor._unmark_model(finalized)
-        if backend == ExportBackend._TORCH:
-            return finalized
-        from bitwright.export import finalize_graph
+            _BaseModelCompressor._unmark_model(finalized)
+            if backend == ExportBackend._TORCH:
+                finalized.recompile()
+                return finalized
+            from bitwright.export import finalize_graph
 
-        exported = finalize_graph(finalized, backend, mmap_dir)
+            exported = finalize_graph(finalized, backend, mmap_dir)
         if backend == ExportBackend.CoreAI:
             keep_caches_quantized(exported, self.config.kv_cache_quant_configs)
         return exported

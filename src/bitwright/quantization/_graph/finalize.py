@@ -20,8 +20,8 @@ __all__ = ["folded_copy"]
 def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
     """Return a copy in eval mode with batch norms folded into weights and biases; simulators stay.
 
-    The copy has simulators of its own and refers to the parameters that folding does not change. ``prepared`` is left
-    as it is.
+    The copy has simulators of its own and refers to the parameters that folding does not change. Its code is not
+    generated yet. ``prepared`` is left as it is.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _states(prepared)}
     for child in prepared.modules():
@@ -31,7 +31,6 @@ def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
     twin.eval()
     with torch.no_grad():
         _Folder(twin).run()
-    twin.recompile()
     return twin
 
 
