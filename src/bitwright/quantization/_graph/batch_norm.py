@@ -2,7 +2,7 @@
 
 In evaluation the layer computes with ``W' = W * s`` and ``b' = (b - mean) * s + beta``, where
 ``s = gamma / sqrt(var + eps)``, exactly as after finalization, when ``W'`` and ``b'`` are constants. In training the
-simulator still sees ``W'``, but the batch's own statistics count: the scale is taken out again and the output normalised
+simulator still sees ``W'``, but the batch's own statistics count: the scale is taken out again, the output normalised
 (R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference", 2018, section 3.2.2). The layer is
 linear in each output channel's weight, so the simulated weight is divided by ``s``, not the output, which is larger.
 """

@@ -50,7 +50,7 @@ def _remove_masked(module: TracedGraphModule) -> None:
     removed = []
     for node, simulator in simulators_of_graph(module):
         if not _is_weight(simulator) and not simulator.is_stateless and _sees_sentinels(simulator, node.args[0]):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             module.graph.erase_node(node)
             module._modules.pop(str(node.target))
             removed.append(simulator.tensor_fqn)
@@ -67,7 +67,7 @@ def _sees_sentinels(simulator: FakeQuantizeImplBase, source: object) -> bool:
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
         return False
-    scale = simulator.qparams_calculator.get_qparams()[0]
+    scale = simulator.calculate_qparams()[0]
     reach = float(scale.abs().max()) * (simulator.quant_max - simulator.quant_min) if scale.numel() else 0.0
     return reach >= 0.5 * torch.finfo(value.dtype).max
 

@@ -56,9 +56,7 @@ DtypeField = Annotated[
     torch.dtype,
     BeforeValidator(lambda data: dtype_named(data) if isinstance(data, str) else data),
     PlainSerializer(dtype_name, when_used="json"),
-    WithJsonSchema(
-        {"type": "string", "enum": [name for name in (*format_names(), *_ALIASES) if name not in _SCALES]}
-    ),
+    WithJsonSchema({"type": "string", "enum": [name for name in (*format_names(), *_ALIASES) if name not in _SCALES]}),
 ]
 """The dtype of a tensor's numbers."""
 
