@@ -39,11 +39,17 @@ def rows(scale=1.0):
     return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
 
 
-def make(mode="eager", kind="plain"):
+def make(mode="eager", kind="plain", with_labels=False):
     torch.manual_seed(0)
     schedule = QATSchedule(enable_fake_quant=2, disable_observer=5, least_bits={0: 8, 3: 1})
     quantizer = Quantizer(Net(), make_config(mode, kind, schedule=schedule))
-    return quantizer, quantizer.prepare((torch.randn(4, 4),))
+    x = torch.randn(4, 4)
+    if not with_labels:
+        return quantizer, quantizer.prepare((x,))
+    return quantizer, quantizer.prepare(
+        example_kwargs={"x": x, "labels": torch.zeros(4, dtype=torch.long)},
+        dynamic_shapes={key: {0: torch.export.Dim.AUTO} for key in ("x", "labels")} if mode == "graph" else None,
+    )
 
 
 def largest(prepared):
@@ -52,8 +58,9 @@ def largest(prepared):
 
 
 @needs_trainer
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["plain", "lsq"])
-def test_transformers_trainer(tmp_path, kind):
+def test_transformers_trainer(tmp_path, mode, kind):
     """Steps are counted per optimizer step, evaluation data is not observed, and a checkpoint resumes the count."""
     from transformers import Trainer, TrainingArguments
 
@@ -77,11 +84,11 @@ def test_transformers_trainer(tmp_path, kind):
             callbacks=[QATCallback(quantizer, resume)],
         )
 
-    quantizer, prepared = make(kind=kind)
+    quantizer, prepared = make(mode, kind, with_labels=True)
     trainer(quantizer, prepared, tmp_path).train()
     assert quantizer.state_dict()["step_count"] == 4
     assert kind == "lsq" or largest(prepared) < 100
-    again, fresh = make(kind=kind)
+    again, fresh = make(mode, kind, with_labels=True)
     checkpoint = tmp_path / "checkpoint-2"
     trainer(again, fresh, tmp_path / "again", checkpoint).train(resume_from_checkpoint=str(checkpoint))
     assert again.state_dict() == quantizer.state_dict()
