@@ -322,15 +322,20 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run rows that the results have already")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bitwright-qat")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; the results hardly depend on it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", category=UserWarning)
     if options.worker:
         serve()
         return
     options.output = options.output or RESULTS / ("qat_step_time.json" if options.time else "qat.json")
-    peer = Worker(options.peer_python, Path(__file__), "--worker") if options.peer_python else None
+    peer = (
+        Worker(options.peer_python, Path(__file__), "--worker", "--threads", str(options.threads))
+        if options.peer_python
+        else None
+    )
     try:
         (measure_time if options.time else measure_quality)(options, options.folder, peer)
     finally:
