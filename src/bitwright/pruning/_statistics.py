@@ -32,13 +32,39 @@ class NormStatistics:
         if other.squares is not None and other.form is not None:
             self._take(other.form, other.count, other.squares)
 
-    def all_reduce(self) -> None:
-        """Merge over all processes of ``torch.distributed``, if it runs."""
-        if self.squares is not None and _is_distributed():
-            counts = torch.tensor(float(self.count), device=self.squares.device)
-            torch.distributed.all_reduce(self.squares)
-            torch.distributed.all_reduce(counts)
-            self.count = int(counts)
+    def all_reduce(self, device: torch.device | None = None) -> None:
+        """Merge over all processes of ``torch.distributed``, if it runs; some may have seen nothing.
+
+        Args:
+            device: where the weight is; that of the statistics when None.
+        """
+        if not _is_distributed():
+            return
+        if self.squares is not None:
+            device = self.squares.device
+        own = [0] * 4
+        if self.form is not None and self.squares is not None:
+            own = [int(self.form.transposed), self.form.groups, *self.squares.shape[:2]]
+        common = torch.tensor(own, device=device)
+        torch.distributed.all_reduce(common, torch.distributed.ReduceOp.MAX)
+        transposed, *sizes = common.tolist()
+        if not any(sizes):
+            return
+        if own != [transposed, *sizes]:  # nothing, or inputs that the weight is read with in another way
+            self.form = MatrixForm(bool(transposed), sizes[0])
+            self.squares = self._zeros(sizes[1], sizes[2], device)
+            self.count = 0
+        assert self.squares is not None
+        counts = torch.tensor(self.count, device=device)
+        torch.distributed.all_reduce(self.squares)
+        torch.distributed.all_reduce(counts)
+        self.count = int(counts)
+        if self.count == 0:
+            self.form = self.squares = None
+
+    @staticmethod
+    def _zeros(groups: int, columns: int, device: torch.device | None) -> torch.Tensor:
+        return torch.zeros(groups, columns, device=device)
 
     def _take(self, form: MatrixForm, count: int, squares: torch.Tensor) -> None:
         if self.squares is None:
@@ -72,6 +98,10 @@ class GramStatistics(NormStatistics):
         """Take in the inputs of one call."""
         columns = inputs.columns.float()
         self._take(inputs.form, columns.shape[1], columns.transpose(1, 2) @ columns)
+
+    @staticmethod
+    def _zeros(groups: int, columns: int, device: torch.device | None) -> torch.Tensor:
+        return torch.zeros(groups, columns, columns, device=device)
 
     @property
     def gram(self) -> torch.Tensor:

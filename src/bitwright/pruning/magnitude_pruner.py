@@ -202,17 +202,14 @@ class MagnitudePruner(WeightCompressor):
                 stacklevel=5,
             )
             return
-        if all(statistics.count == 0 for statistics in collector.statistics.values()):
+        by_impl = collector.statistics
+        seen = [(place, by_impl[place.simulator]) for place in places if place.simulator in by_impl]
+        for place, statistics in seen:
+            statistics.all_reduce(place.original.device)
+        if all(statistics.count == 0 for _, statistics in seen):
             raise RuntimeError(
                 "calibration_mode saw no inputs of a pruned layer. Run the model on data inside the `with` block."
             )
-        for statistics in collector.statistics.values():
-            statistics.all_reduce()
-        seen = [
-            (place, collector.statistics[place.simulator])
-            for place in places
-            if place.simulator in collector.statistics
-        ]
         broken = [place.name for place, statistics in seen if not statistics.is_finite]
         if broken:
             raise ValueError(

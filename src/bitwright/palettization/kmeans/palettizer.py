@@ -180,12 +180,12 @@ class KMeansPalettizer(WeightCompressor):
             with _gradients_of(target, places) as parameters:
                 helper = CalibrationHelper(parameters, loss_fn)
                 yield helper
+            helper.statistics.all_reduce(parameters)
             if helper.statistics.steps == 0:
                 raise RuntimeError(
                     "calibration_mode requires at least one call to step() before exiting: run a batch through the "
                     "model and hand its output and target to step()."
                 )
-            helper.statistics.all_reduce()
             sensitivities = helper.statistics.sensitivities()
             if sensitivity_path is not None:
                 save_sensitivities(sensitivities, Path(sensitivity_path))

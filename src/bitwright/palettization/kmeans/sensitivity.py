@@ -56,12 +56,26 @@ class SensitivityStatistics:
             self.sums[name] = total.clone() if own is None else own + total.to(own.device)
         self.steps += other.steps
 
-    def all_reduce(self) -> None:
-        """Merge over all processes of ``torch.distributed``, if it runs."""
+    def all_reduce(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Merge over all processes of ``torch.distributed``, if it runs.
+
+        Args:
+            parameters: all parameters that any process may have seen gradients of, by name and the same everywhere;
+                None if every process has seen the same ones.
+        """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
+        unseen = {name: p for name, p in (parameters or {}).items() if name not in self.sums}
+        self.sums |= {name: torch.zeros_like(p, dtype=torch.float32).detach() for name, p in unseen.items()}
         for name in sorted(self.sums):
             torch.distributed.all_reduce(self.sums[name])
+        for name in unseen:
+            if not bool(self.sums[name].any()):
+                del self.sums[name]
+        device = next((p.device for p in (parameters or self.sums).values()), torch.device("cpu"))
+        steps = torch.tensor(self.steps, device=device)
+        torch.distributed.all_reduce(steps)
+        self.steps = int(steps)
 
     def sensitivities(self) -> dict[str, torch.Tensor]:
         """Return the importance of each entry in (0, 1], by parameter name.
