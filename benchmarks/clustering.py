@@ -61,8 +61,8 @@ CASES = {
     "1024x1024, 4 bit, groups of 16": Case((1024, 1024), 4, group=16, faster=10),
     "1024x1024, 8 bit, groups of 16": Case((1024, 1024), 8, group=16, faster=3),
     "1024x1024, 4 bit, exact": Case((1024, 1024), 4, fast=False, faster=5),
-    "512x512, 4 bit, pairs": Case((512, 512), 4, dim=2, fast=False, faster=30),
-    "512x512, 4 bit, quadruples": Case((512, 512), 4, dim=4, fast=False, faster=30),
+    "512x512, 4 bit, pairs": Case((512, 512), 4, dim=2, fast=False, faster=30, slow=True),
+    "512x512, 4 bit, quadruples": Case((512, 512), 4, dim=4, fast=False, faster=30, slow=True),
     "256x256, 8 bit, quadruples": Case((256, 256), 8, dim=4, fast=False, faster=30, slow=True),
 }
 WORKERS = {f"ten 1024x1024, 4 bit, {n} workers": Case((1024, 1024), 4, layers=10, workers=n) for n in (1, 2)}

@@ -1,11 +1,11 @@
 """What palettization costs in accuracy: granularities, calibration and training strategies, on two trained networks.
 
-    python benchmarks/palettization_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...]
+    python benchmarks/palettization_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...] [--floats FOLDER]
 
-The networks and data of qat.py: a CNN on handwritten digits and a character transformer on the source of Python's
-standard library. Every row starts from the same float weights; trained rows see the same batches. Loss and accuracy are
+A CNN on handwritten digits and a character transformer on the source of Python's standard library, both trained to
+the end. Every row starts from the same float weights; trained rows see the same batches. Loss and accuracy are
 measured on data held out from training and calibration. Rows are kept by seed, with their means, in
-benchmarks/results/palettization_accuracy.json.
+benchmarks/results/palettization_accuracy.json; those that are there are not run again without --again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _accuracy import main
-from qat import loss_of, train
+from _qat_tasks import loss_of, train
 from torch import nn
 
 from bitwright.palettization import (
@@ -105,8 +105,7 @@ ROWS: dict[str, Row] = {
     "2 bit, channel scale": plain(n_bits=2, enable_per_channel_scale=True),
     "4 bit, int8 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int8")),
     "4 bit, int4 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int4")),
-    "2 bit, sensitivities": calibrated(n_bits=2),
-    "4 bit, sensitivities": calibrated(n_bits=4),
+    **{f"{bits} bit, sensitivities": calibrated(n_bits=bits) for bits in (2, 3, 4)},
     "2 bit, default training": trained({"type": "default"}, n_bits=2),
     "2 bit, straight through": trained({"type": "ste"}, n_bits=2),
     "2 bit, dkm": trained({"type": "dkm"}, n_bits=2),
@@ -117,8 +116,12 @@ ROWS: dict[str, Row] = {
 
 CLAIMS = {
     "learned palettes beat found ones": ("2 bit, dkm", "2 bit"),
-    "groups of 16 channels beat one palette at 2 bit": ("2 bit, groups of 16", "2 bit"),
-    "groups of 16 channels beat one palette at 3 bit": ("3 bit, groups of 16", "3 bit"),
+    **{
+        f"groups of {size} channels beat one palette at {bits} bit": (f"{bits} bit, groups of {size}", f"{bits} bit")
+        for size, widths in ((16, (2, 3, 4)), (4, (2, 3)))
+        for bits in widths
+    },
+    **{f"sensitivities help at {bits} bit": (f"{bits} bit, sensitivities", f"{bits} bit") for bits in (2, 3, 4)},
 }
 
 

@@ -1,11 +1,11 @@
 """What pruning costs in accuracy: scores, patterns, schedules and removal of channels, on two trained networks.
 
-    python benchmarks/pruning_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...]
+    python benchmarks/pruning_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...] [--floats FOLDER]
 
-The networks and data of qat.py: a CNN on handwritten digits and a character transformer on the source of Python's
-standard library. Every row starts from the same float weights; calibrated rows see the same data, trained rows the same
+A CNN on handwritten digits and a character transformer on the source of Python's standard library, both trained to
+the end. Every row starts from the same float weights; calibrated rows see the same data, trained rows the same
 batches. Loss and accuracy are measured on data held out from training and calibration. Rows are kept by seed, with
-their means, in benchmarks/results/pruning_accuracy.json.
+their means, in benchmarks/results/pruning_accuracy.json; those that are there are not run again without --again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _accuracy import main
-from qat import train
+from _qat_tasks import train
 from torch import nn
 
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
@@ -97,6 +97,7 @@ ROWS: dict[str, Row] = {
         f"wanda {share:.0%}, tensor": oneshot(pruning_algo="wanda", target_sparsity=share, scope="tensor")
         for share in SHARES
     },
+    **{f"magnitude {share:.0%}, rows": oneshot(target_sparsity=share, scope="row") for share in SHARES},
     **{f"magnitude {share:.0%}, global": oneshot(target_sparsity=share, scope="global") for share in SHARES},
     **{
         f"{name} 2:4": oneshot(pruning_algo=key, pruning_scheme=NMStructured(n=2, m=4))
@@ -110,8 +111,16 @@ ROWS: dict[str, Row] = {
 
 
 CLAIMS = {
-    "wanda beats magnitude at 60%": ("wanda 60%", "magnitude 60%"),
-    "sparsegpt beats magnitude at 60%": ("sparsegpt 60%", "magnitude 60%"),
+    **{f"sparsegpt beats magnitude at {s:.0%}": (f"sparsegpt {s:.0%}", f"magnitude {s:.0%}") for s in SHARES},
+    **{f"wanda beats magnitude at {s:.0%}": (f"wanda {s:.0%}", f"magnitude {s:.0%}") for s in SHARES},
+    **{
+        f"wanda beats magnitude at {s:.0%}, both in rows": (f"wanda {s:.0%}", f"magnitude {s:.0%}, rows")
+        for s in SHARES
+    },
+    **{
+        f"wanda beats magnitude at {s:.0%}, both in tensors": (f"wanda {s:.0%}, tensor", f"magnitude {s:.0%}")
+        for s in SHARES
+    },
 }
 
 
