@@ -20,7 +20,7 @@ from ._sizes import StoredSize, is_compressed, stored_sizes
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 
-__all__ = ["Metric", "Progress", "compare", "make_probe"]
+__all__ = ["Metric", "Progress", "compare", "evaluating", "make_probe"]
 
 Metric: TypeAlias = Callable[[Any, Any], float]
 """``metric(output, batch)`` returns a number for the model's output on one batch of ``data``."""
