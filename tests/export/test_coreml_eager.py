@@ -107,6 +107,26 @@ def test_tied_weights_of_graphs_stay_tied(spare):
     assert torch.equal(final(x), y)
 
 
+def test_arithmetic_with_sizes_is_no_call_while_tracing():
+    """Sizes are tensors in ``torch.jit.trace``; the second addition is the one that is quantized there, too."""
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            keep = x.size(1) + 0 - 1
+            return (x + self.fc(x))[:, :keep] * (x.size(0) * 2)
+
+    torch.manual_seed(0)
+    model, x = Cut().eval(), torch.randn(3, 16)
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec())
+    expected = ready(x)
+    traced = torch.jit.trace(quantizer.finalize(backend="coreml"), (x,), check_trace=False)
+    assert torch.equal(traced(x), expected)
+
+
 REFUSED = {
     "int2": (QuantizationSpec(dtype="int2"), None),
     "uint2": (QuantizationSpec(dtype="uint2"), None),

@@ -72,7 +72,8 @@ class _InterceptMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         frame = thread_frames.stack[-1]
-        if frame is None:
+        tracing = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        if frame is None or (tracing and _computes_sizes(args)):
             return func(*args, **(kwargs or {}))
         base = func.__name__
         table = frame.table
@@ -90,6 +91,12 @@ class _InterceptMode(TorchFunctionMode):
                 _report_unplanned(table, call)
             return func(*args, **(kwargs or {}))
         return _run(frame.module, sites, func, list(args), dict(kwargs or {}))
+
+
+def _computes_sizes(args: Sequence[Any]) -> bool:
+    """Whether a call computes with sizes, which are tensors while ``torch.jit.trace`` runs, and numbers otherwise."""
+    tensors = [entry for entry in args if isinstance(entry, torch.Tensor)]
+    return bool(tensors) and all(tensor.dim() == 0 and not tensor.is_floating_point() for tensor in tensors)
 
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
