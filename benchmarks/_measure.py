@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["Side", "Timing", "Worker", "alternate", "machine", "ratio", "timed", "write_json"]
+__all__ = [
+    "Side",
+    "Timing",
+    "Worker",
+    "alternate",
+    "machine",
+    "peak_growth",
+    "ratio",
+    "resident",
+    "timed",
+    "write_json",
+]
 
 # Returns the seconds that one repetition took.
 Side = Callable[[], float]
@@ -91,6 +103,30 @@ def alternate(sides: Mapping[str, Side], repeats: int, warmup: int = 2, pause: f
 def ratio(over: Timing, under: Timing) -> float:
     """Quotient of the medians."""
     return over.median / under.median
+
+
+def resident() -> int:
+    """Bytes of this process that lie in main memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_growth(run: Callable[[], object], before: int, calls: int = 3) -> int:
+    """Largest growth of the resident set during some calls, looked at every millisecond."""
+    peak, done = resident(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, resident())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(calls):
+        run()
+    done.set()
+    watcher.join()
+    return peak - before
 
 
 class Worker:

@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import Side, Worker, alternate, ratio, write_json
+from _measure import Side, Worker, alternate, peak_growth, ratio, resident, write_json
 from _models import Block
 from torch import nn
 from torch.nn import functional as F
@@ -140,30 +139,6 @@ def seconds(run: Callable[[], object]) -> Side:
         return time.perf_counter() - start
 
     return once
-
-
-def resident() -> int:
-    """Bytes of this process that lie in main memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_growth(run: Callable[[], object], before: int) -> int:
-    """Largest growth of the resident set during three calls, looked at every millisecond."""
-    peak, done = resident(), threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, resident())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(3):
-        run()
-    done.set()
-    watcher.join()
-    return peak - before
 
 
 def saved_bytes(run: Callable[[], object]) -> int:

@@ -15,10 +15,16 @@ from torch import nn
 
 from bitwright.artifact import Artifact
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.inspection import FidelityReport, compare
+from bitwright.inspection import FidelityReport, _ranges, compare, metrics
 from bitwright.inspection._lockstep import Stepper
+from bitwright.inspection._ranges import code_use
 from bitwright.inspection.metrics import ErrorAccumulator, HistogramAccumulator
-from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import (
     ModuleQuantizerConfig,
@@ -26,6 +32,7 @@ from bitwright.quantization import (
     Quantizer,
     QuantizerConfig,
 )
+from bitwright.quantization.spec.factory import QuantizationComponentFactory
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 MODES = pytest.mark.parametrize("mode", ["eager", "graph"])
@@ -52,6 +59,16 @@ def per_tensor(mode: str, dtype: str = "int8") -> QuantizerConfig:
 
 def prepared(model: nn.Module, config: QuantizerConfig) -> nn.Module:
     return Quantizer(copy.deepcopy(model), config).prepare((data()[0],))
+
+
+def large_bytes(rows: int) -> int:
+    """Bytes of all tensors with so many rows that are alive."""
+    storages = {
+        found.untyped_storage().data_ptr(): found.nbytes
+        for found in gc.get_objects()
+        if type(found) is torch.Tensor and found.ndim and len(found) == rows
+    }
+    return sum(storages.values())
 
 
 def weight_simulator(model: nn.Module, name: str) -> FakeQuantizeImplBase:
@@ -82,6 +99,21 @@ class TestPlantedDamage:
         assert report.ranking[0].damage > 0.5
         assert report.ranking[0].weights[0].error.lost_channels > 0.5
         assert report.ranking[1].damage < 0.1
+
+    @pytest.mark.parametrize("layer", ["0", "2"])
+    def test_one_channel_scaled_by_1000_under_one_palette(self, layer: str) -> None:
+        """The large channel takes most of the palette's entries; the others get noisy without being lost."""
+        model = chain(1, 64)
+        with torch.no_grad():
+            model.get_submodule(layer).weight[3] *= 1000
+        spec = PalettizationSpec(n_bits=6, granularity={"type": "per_tensor"})
+        module = ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec})
+        palettizer = KMeansPalettizer(copy.deepcopy(model), KMeansPalettizerConfig(global_config=module))
+        report = compare(model, palettizer.prepare((data(1, 64)[0],)), data(1, 64))
+        assert report.ranking[0].name == layer
+        error = report.ranking[0].weights[0].error
+        assert error.lost_channels < 0.5
+        assert report.ranking[0].damage == pytest.approx(10 ** (-error.channel_sqnr_db / 10))
 
     @MODES
     def test_one_channel_of_the_compressed_weight_scaled(self, mode: str) -> None:
@@ -211,6 +243,40 @@ class TestNumbers:
         for a, b in zip(x.split(16), y.split(16), strict=True):
             parts.update(a, b)
         assert whole.result().model_dump() == pytest.approx(parts.result().model_dump(), rel=1e-9)
+
+    def test_large_tensors_are_taken_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sums, channels, histogram and clipping do not depend on where a tensor is cut."""
+        torch.manual_seed(0)
+        x = torch.randn(3, 5, 7, 4)
+        y = x + 0.1 * torch.randn_like(x)
+        y[1, 2, 3, 0] = math.nan
+        spec = QuantizationSpec(dtype="int4", granularity={"type": "per_tensor"})
+        target = CompressionTargetTensor.ACTIVATION
+        simulator = QuantizationComponentFactory.create_fake_quantizer(spec, target)
+        simulator(0.5 * x)
+
+        def everything() -> tuple[Any, ...]:
+            error, histogram = ErrorAccumulator(1), HistogramAccumulator()
+            error.update(x, y)
+            histogram.update(y)
+            return error.result().model_dump(), histogram.result(), code_use(simulator, x)
+
+        whole = everything()
+        for module in (metrics, _ranges):
+            monkeypatch.setattr(module, "PIECE", 16)
+        parts = everything()
+        assert parts[0] == pytest.approx(whole[0], rel=1e-9)
+        assert parts[0]["not_finite"] == 1
+        assert parts[1:] == whole[1:]
+        assert whole[2].values == x.numel()
+        assert whole[2].clipped > 0
+
+    def test_numbers_whose_squares_overflow(self) -> None:
+        """Sums are in float64: half of a signal near float32's largest number is 6 dB of noise."""
+        x = torch.full((4, 4), 3e38)
+        error = ErrorAccumulator(-1)
+        error.update(x, 0.5 * x)
+        assert error.result().sqnr_db == pytest.approx(20 * math.log10(2))
 
     def test_histogram_keeps_all_values_while_its_range_grows(self) -> None:
         """Counts add up, and each value lies in a bin within one bin's width of the truth."""
@@ -350,6 +416,25 @@ class TestUse:
         compare(model, compressed, data(1), output_batches=0)
         assert len(seen) == 25
         assert alive[0] <= 3
+
+    @MODES
+    def test_memory_does_not_grow_with_depth(self, mode: str) -> None:
+        """At their peak, as many bytes of tensors are alive beside the models for 12 layers as for 3."""
+
+        def peak(layers: int) -> int:
+            model, batch = chain(layers, 64), torch.randn(2048, 64)
+            quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w8a8(execution_mode=mode))
+            compressed = quantizer.prepare((batch,))
+            with quantizer.calibration_mode(), torch.no_grad():
+                compressed(batch)
+            alive: list[int] = []
+            for module in compressed.modules():
+                if isinstance(module, FakeQuantizeImplBase):
+                    module.register_forward_hook(lambda *_: alive.append(large_bytes(2048)))
+            compare(model, compressed, [batch])
+            return max(alive)
+
+        assert peak(12) <= peak(3)
 
     def test_repeated_modules_and_an_order_that_differs(self) -> None:
         """Calls are matched by module and number, in whatever order they come."""

@@ -248,3 +248,12 @@ def test_every_code_has_a_page() -> None:
     assert explain("bw104").title == diagnostics()["BW104"].title
     with pytest.raises(KeyError, match="there are BW101"):
         explain("BW999")
+
+
+def test_programs_of_torch_export_are_guarded() -> None:
+    """A program that was captured again after compression, against the module it was made from."""
+    model = make()
+    quantizer, _ = quantize(model, "graph")
+    program = torch.export.export(quantizer.finalize(backend="_torch"), (data()[0],)).module()
+    assert "BW108" in codes(model, program, min_sqnr_db=150)
+    assert "BW108" not in codes(model, program, min_sqnr_db=20)

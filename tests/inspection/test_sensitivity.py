@@ -121,6 +121,16 @@ def test_other_techniques_graph_mode_and_a_metric() -> None:
     assert all(entry.output.metric_compressed is not None for entry in result.entries)
 
 
+def test_programs_of_torch_export_are_swept() -> None:
+    """They cannot be switched to eval mode and are left in the mode that they were captured in."""
+    program = torch.export.export(make(), (data()[0],)).module()
+    result = sweep(program, {"w4": QuantizerConfig.presets.w4()}, data())
+    assert set(result.layers) == {"linear", "linear_1", "linear_2"}
+    same = sweep(make(), {"w4": QuantizerConfig.presets.w4()}, data())
+    assert [e.output for e in result.entries] == [e.output for e in same.entries]
+    assert result.table().startswith("SQNR of the output in dB, one layer compressed\n")
+
+
 def test_nothing_to_sweep() -> None:
     """The errors say what is missing."""
     with pytest.raises(ValueError, match="at least one candidate"):

@@ -39,6 +39,7 @@ class EagerProbe(PairProbe):
         self._find_layers()
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
+        """Run the models in two threads that take turns; see the base class."""
         def reference(emit: Callable[[Any], None]) -> Any:
             with self._hooked(self._own, emit):
                 return self.reference(*inputs.args, **inputs.kwargs)
@@ -74,6 +75,7 @@ class EagerProbe(PairProbe):
             stepper.close()
 
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
+        """Run the float model with one module's forward replaced; None for calls of functions."""
         if not site.can_substitute:
             return None
         undo = wrap_forward(_Substitute(self._own[site.name], self._other[site.name]))
@@ -83,6 +85,7 @@ class EagerProbe(PairProbe):
             undo()
 
     def weight(self, name: str) -> ComparedWeight | None:
+        """Return a weight by its name in the float model; None where the compressed model has no such tensor."""
         path, _, attribute = name.rpartition(".")
         own, other = self._own[path], self._other.get(path)
         value = getattr(other, attribute, None)

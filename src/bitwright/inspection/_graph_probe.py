@@ -56,6 +56,7 @@ class GraphProbe(PairProbe):
         self._other = GraphRun(self.compressed)
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
+        """Run the graphs node by node, in step at the layers that both have; see the base class."""
         other = self._other.steps(inputs)
         done: set[fx.Node] = set()
         pending: dict[fx.Node, Any] = {}
@@ -85,6 +86,7 @@ class GraphProbe(PairProbe):
         return self._own.output(), self._other.output()
 
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
+        """Run the float graph with one layer's output computed by the compressed graph's nodes."""
         if site.name not in self._ends:
             return None
         end = self._ends[site.name][0]
@@ -97,6 +99,7 @@ class GraphProbe(PairProbe):
         return self._own.output()
 
     def weight(self, name: str) -> ComparedWeight | None:
+        """Return a weight, with batch norms folded into both where they are folded into one."""
         target, node = self._weight_args[name]
         compressed = evaluate(self.compressed, node, {})
         if not isinstance(compressed, torch.Tensor):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from bitwright.quantization.spec._calculator_base import QParams
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from bitwright.quantization.spec.granularity import PerTensorGranularity
+
+from .metrics import PIECE, parts_of
 
 __all__ = ["CodeUse", "code_range", "code_use"]
 
@@ -43,17 +48,15 @@ class CodeUse:
 def code_use(simulator: FakeQuantizeImplBase, tensor: torch.Tensor) -> CodeUse:
     """Return how the codes of a quantizer are used by what enters it; empty where it has no parameters yet."""
     x = tensor.detach().float()
+    found = CodeUse()
     try:
         with torch.no_grad():
-            low, high = _limits(simulator, x)
-            codes = simulator.quantize(x, *_parameters(simulator, x), cast_to_target_dtype=False)
+            parameters = _parameters(simulator, x)
+            for piece in _pieces(simulator, x):
+                found.add(_use(simulator, piece, parameters))
     except (RuntimeError, ValueError):
         return CodeUse()
-    step = (high - low) / max(1.0, float(simulator.quant_max) - float(simulator.quant_min))
-    slack = 0.5005 * step if simulator._current_grid().is_integer else torch.zeros_like(step)
-    clipped = (x > high + slack) | (x < low - slack)
-    saturated = (codes <= simulator.quant_min) | (codes >= simulator.quant_max)
-    return CodeUse(x.numel(), int(clipped.sum()), int(saturated.sum()))
+    return found
 
 
 def code_range(simulator: FakeQuantizeImplBase) -> tuple[float, float] | None:
@@ -77,14 +80,24 @@ def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
-def _parameters(
-    simulator: FakeQuantizeImplBase, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _parameters(simulator: FakeQuantizeImplBase, x: torch.Tensor) -> QParams:
     return simulator.qparams_calculator(x) if simulator.is_stateless else simulator.calculate_qparams()
 
 
-def _limits(simulator: FakeQuantizeImplBase, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parameters = _parameters(simulator, x)
+def _pieces(simulator: FakeQuantizeImplBase, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield parts that the same parameters hold for: those of a tensor with one scale, else the tensor."""
+    if isinstance(simulator.granularity, PerTensorGranularity) and x.ndim and x.numel() > PIECE:
+        yield from parts_of(x.reshape(-1, *[1] * (x.ndim - 1)), PIECE)
+    else:
+        yield x
+
+
+def _use(simulator: FakeQuantizeImplBase, x: torch.Tensor, parameters: QParams) -> CodeUse:
     low = simulator.dequantize(torch.full_like(x, simulator.quant_min), *parameters)
     high = simulator.dequantize(torch.full_like(x, simulator.quant_max), *parameters)
-    return low, high
+    codes = simulator.quantize(x, *parameters, cast_to_target_dtype=False)
+    step = (high - low) / max(1.0, float(simulator.quant_max) - float(simulator.quant_min))
+    slack = 0.5005 * step if simulator._current_grid().is_integer else torch.zeros_like(step)
+    clipped = (x > high + slack) | (x < low - slack)
+    saturated = (codes <= simulator.quant_min) | (codes >= simulator.quant_max)
+    return CodeUse(x.numel(), int(clipped.sum()), int(saturated.sum()))

@@ -11,7 +11,7 @@ __all__ = ["fidelity_table", "format_decibels"]
 
 _WIDTH = 150
 _HEADERS = (
-    "layer", "kind", "weight dB", "isolated dB", "output dB", "accum. dB", "cosine", "clipped", "bytes",
+    "layer", "kind", "weight dB", "channels dB", "isolated dB", "output dB", "accum. dB", "cosine", "clipped", "bytes",
 )  # fmt: skip
 
 
@@ -42,9 +42,11 @@ def fidelity_table(report: FidelityReport, limit: int | None = None) -> str:
 
 def format_decibels(metrics: ErrorMetrics | None) -> str:
     """Return an SQNR as text: ``exact`` for equal tensors, ``-`` where it was not measured."""
-    if metrics is None:
-        return "-"
-    return "exact" if metrics.sqnr_db >= SQNR_LIMIT_DB else f"{metrics.sqnr_db:.1f}"
+    return "-" if metrics is None else _decibels(metrics.sqnr_db)
+
+
+def _decibels(value: float) -> str:
+    return "exact" if value >= SQNR_LIMIT_DB else f"{value:.1f}"
 
 
 def _cells(layer: LayerFidelity, report_mode: str) -> tuple[str, ...]:
@@ -57,6 +59,7 @@ def _cells(layer: LayerFidelity, report_mode: str) -> tuple[str, ...]:
         _label(report_mode, layer),
         layer.kind,
         format_decibels(worst),
+        _decibels(min(error.channel_sqnr_db for error in errors)) if errors else "-",
         format_decibels(layer.isolated),
         format_decibels(layer.output),
         format_decibels(layer.accumulated),

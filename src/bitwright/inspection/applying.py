@@ -101,7 +101,7 @@ def apply_configs(
     say = progress or (lambda _: None)
     batches = data if isinstance(data, (list, tuple)) else list(batches_of(data))
     example = inputs_of(next(batches_of(batches)), model)
-    current: nn.Module = copy.deepcopy(model).eval()
+    current = _in_eval_mode(copy.deepcopy(model))
     compressors: list[_BaseModelCompressor] = []
     plans = []
     for config in configs:
@@ -119,7 +119,15 @@ def apply_configs(
             _calibrate(compressor, current, batches, model, say)
         compressors.append(compressor)
         plans.append(plan)
-    return AppliedConfig(current.eval(), tuple(compressors), tuple(plans))
+    return AppliedConfig(_in_eval_mode(current), tuple(compressors), tuple(plans))
+
+
+def _in_eval_mode(model: nn.Module) -> nn.Module:
+    """Switch to eval mode; programs of ``torch.export`` stay in the mode that they were captured in."""
+    try:
+        return model.eval()
+    except NotImplementedError:
+        return model
 
 
 def _prepared(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from bitwright._utils.free_memory import FreeMemory
 from bitwright._utils.module_mode import module_mode
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -153,7 +154,7 @@ class Survey:
         self.batches = 0
         self.sites = {site.name: _SiteStatistics(site) for site in probe.layers}
         self.outputs = OutputStatistics(metric)
-        self.failed: dict[str, str] = {}
+        self.free_memory = FreeMemory()
 
     def add(self, batch: Any) -> None:
         """Run both models on a batch."""
@@ -168,6 +169,7 @@ class Survey:
                 output = self.probe.run_with_only(site, inputs) if site.can_substitute else None
                 if output is not None:
                     _add_all(self.sites[site.name].output, reference, output, site.name)
+        self.free_memory.release()
         self.batches += 1
 
     @contextmanager
@@ -206,6 +208,8 @@ class Survey:
             _add_all(statistics.isolated, reference, isolated, site.name)
         if accumulated is not None:
             _add_all(statistics.accumulated, reference, accumulated, site.name)
+        outputs = (reference, isolated, accumulated)
+        self.free_memory.saw(sum(tensor.nbytes for output in outputs for tensor in float_tensors(output)))
 
     def _activation_hook(self, statistics: _ActivationStatistics) -> Any:
         def hook(simulator: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -256,11 +260,11 @@ def _damage(
     isolated: ErrorMetrics | None, output: ErrorMetrics | None, weights: tuple[WeightFidelity, ...]
 ) -> float | None:
     errors = [weight.error for weight in weights if weight.error is not None]
-    lost = max((error.lost_channels for error in errors), default=0.0)
+    hidden = max((error.hidden_noise for error in errors), default=0.0)
     for metrics in (output, isolated):
         if metrics is not None:
-            return max(metrics.relative_noise, lost)
-    return max((max(error.relative_noise, lost) for error in errors), default=None)
+            return max(metrics.relative_noise, hidden)
+    return max((max(error.relative_noise, hidden) for error in errors), default=None)
 
 
 def _weight(probe: PairProbe, name: str, before: dict[str, int], after: dict[str, int]) -> WeightFidelity:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from bitwright._utils.module_mode import module_mode
 from bitwright.planning import Plan
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -26,7 +25,7 @@ from ._checks import (
     finding_layers,
 )
 from .diagnostics import DamageError, DamageWarning, Finding
-from .fidelity import Metric, Progress, compare
+from .fidelity import Metric, Progress, compare, evaluating
 from .report import FidelityReport
 
 __all__ = ["GuardResult", "guard"]
@@ -93,7 +92,7 @@ def guard(
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
     try:
-        with module_mode(compressed_model, training=False), torch.no_grad():
+        with evaluating(compressed_model), torch.no_grad():
             for batch in batches:
                 inputs = inputs_of(batch, float_model)
                 compressed_model(*inputs.args, **inputs.kwargs)

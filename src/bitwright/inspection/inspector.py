@@ -13,6 +13,7 @@ from torch import fx, nn
 from bitwright._utils.python_utils import fqn
 from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.program import Op, Program, trace_eager
+from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.config import ExecutionMode, InvalidExecutionModeError
 
 from ._format import format_summary
@@ -126,8 +127,7 @@ def _check(model: Any, inputs: Any, execution_mode: Any, kwargs: Any) -> Executi
     except ValueError as error:
         raise InvalidExecutionModeError(execution_mode) from error
     if isinstance(inputs, (torch.Tensor, str, Mapping)):
-        remedy = "pass it as example_kwargs" if isinstance(inputs, Mapping) else "wrap it as (x,)"
-        raise TypeError(f"example_inputs must be a tuple of the model's inputs, got {type(inputs).__name__}: {remedy}.")
+        raise not_a_tuple(inputs)
     is_graph = isinstance(model, fx.GraphModule)
     if mode == ExecutionMode.EAGER and is_graph:
         raise TypeError(

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["SQNR_LIMIT_DB", "ErrorAccumulator", "ErrorMetrics", "Histogram", "HistogramAccumulator", "decibels"]
+__all__ = [
+    "PIECE",
+    "SQNR_LIMIT_DB",
+    "ErrorAccumulator",
+    "ErrorMetrics",
+    "Histogram",
+    "HistogramAccumulator",
+    "decibels",
+    "parts_of",
+]
 
 SQNR_LIMIT_DB = 200.0
 """SQNRs are reported between minus and plus this; plus this means that the two tensors are equal."""
 
+PIECE = 1 << 20
+"""Elements that are looked at at once, so that sums over a large tensor need little memory beside it."""
+
 _LOST = 0.5
+_HIDDEN_DB = 10.0
 
 
 class _Report(BaseModel):
@@ -44,6 +58,16 @@ class ErrorMetrics(_Report):
     def relative_noise(self) -> float:
         """Power of the difference over the power of the reference."""
         return float(10 ** (-self.sqnr_db / 10))
+
+    @property
+    def hidden_noise(self) -> float:
+        """Noise of channels that the SQNR hides, because others are far larger.
+
+        The share of lost channels; or the relative noise averaged over channels, where that is more than 10 dB above
+        the relative noise of the whole, if that is greater.
+        """
+        hidden = self.sqnr_db - self.channel_sqnr_db > _HIDDEN_DB
+        return max(self.lost_channels, float(10 ** (-self.channel_sqnr_db / 10)) if hidden else 0.0)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -83,20 +107,15 @@ class ErrorAccumulator:
         self.batches += 1
         if not reference.numel():
             return
-        x, y = reference.detach().float(), other.detach().float()
-        finite = torch.isfinite(y) | ~torch.isfinite(x)
-        broken = int((~finite).sum())
-        self._not_finite += broken
-        if broken:  # what is lost counts as an error of the size of the signal
-            y = torch.where(finite, y, torch.zeros_like(y))
-        x = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)  # masked attention scores
-        y = torch.nan_to_num(y, nan=0.0, posinf=0.0, neginf=0.0)
-        difference = y - x
-        squares = [x.square(), difference.square(), x * y, y.square()]
-        for place, product in enumerate(squares):
-            self._sums[place] += float(product.sum(dtype=torch.float64))
-        self._max_error = max(self._max_error, float(difference.abs().max()))
-        self._add_channels(squares[0], squares[1])
+        axis = self.channel_axis if reference.ndim > 1 else None
+        sums = torch.zeros(2, 1 if axis is None else reference.shape[axis], dtype=torch.float64)
+        pieces = zip(_pieces(reference.detach(), axis), _pieces(other.detach(), axis), strict=True)
+        for expected, found in pieces:
+            sums += self._add(expected.double(), found.double())
+        self._sums[0] += float(sums[0].sum())
+        self._sums[1] += float(sums[1].sum())
+        if axis is not None:
+            self._add_channels(sums)
 
     def result(self) -> ErrorMetrics | None:
         """Return the metrics; None if nothing was added."""
@@ -115,11 +134,21 @@ class ErrorAccumulator:
             not_finite=self._not_finite,
         )
 
-    def _add_channels(self, signal: torch.Tensor, noise: torch.Tensor) -> None:
-        if self.channel_axis is None or signal.ndim < 2:
-            return
-        others = [dim for dim in range(signal.ndim) if dim != self.channel_axis % signal.ndim]
-        sums = torch.stack([part.sum(others, dtype=torch.float64).cpu() for part in (signal, noise)])
+    def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add a piece of shape ``[outer, channels, inner]``; return each channel's powers of signal and noise."""
+        if not bool(torch.isfinite(x.sum() + y.sum())):
+            finite = torch.isfinite(y) | ~torch.isfinite(x)
+            self._not_finite += int((~finite).sum())
+            y = torch.where(finite, y, 0.0)  # what is lost counts as an error of the size of the signal
+            x = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)  # masked attention scores
+            y = torch.nan_to_num(y, nan=0.0, posinf=0.0, neginf=0.0)
+        self._sums[2] += float((x * y).sum())
+        self._sums[3] += float(y.square().sum())
+        difference = y - x
+        self._max_error = max(self._max_error, float(difference.abs().max()))
+        return torch.stack([part.square().sum((0, 2)).cpu() for part in (x, difference)])
+
+    def _add_channels(self, sums: torch.Tensor) -> None:
         if self._channels is None:
             self._channels = sums
         elif self._channels.shape == sums.shape:
@@ -135,6 +164,26 @@ class ErrorAccumulator:
             return torch.zeros(1)
         share = torch.where(signal > 0, noise / signal.clamp_min(1e-300), torch.ones_like(noise))
         return share[used].clamp_max(1.0)
+
+
+def parts_of(tensor: torch.Tensor, size: int, dim: int = 0) -> Iterator[torch.Tensor]:
+    """Yield views of ``size`` entries, or of one if that is less, along a dimension; the last may be smaller."""
+    size, total = max(1, size), tensor.shape[dim]
+    for start in range(0, total, size):
+        yield tensor.narrow(dim, start, min(size, total - start))
+
+
+def _pieces(tensor: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
+    """Yield a tensor in parts of about ``PIECE`` elements and shape ``[outer, channels, inner]``."""
+    if axis is None:
+        tensor = tensor.reshape(1, 1, -1)
+    else:
+        axis %= tensor.ndim
+        outer, inner = math.prod(tensor.shape[:axis]), math.prod(tensor.shape[axis + 1 :])
+        tensor = tensor.reshape(outer, tensor.shape[axis], inner)
+    _, channels, inner = tensor.shape
+    for part in parts_of(tensor, PIECE // (channels * inner)):
+        yield from parts_of(part, PIECE // channels, dim=2) if len(part) == 1 else (part,)
 
 
 class Histogram(_Report):
@@ -165,15 +214,15 @@ class HistogramAccumulator:
 
     def update(self, values: torch.Tensor) -> None:
         """Count the finite values of a tensor."""
-        values = values.detach().float().reshape(-1)
-        values = values[torch.isfinite(values)]
-        if not values.numel():
+        pieces = list(parts_of(values.detach().reshape(-1), PIECE))
+        edges = [torch.aminmax(finite) for piece in pieces if (finite := _finite(piece)).numel()]
+        if not edges:
             return
-        low, high = (float(edge) for edge in torch.aminmax(values))
-        self._cover(low, high)
-        # torch's histc leaves out what rounding puts beyond the last edge
-        counted = torch.histc(values.clamp(self.low, self.high), self.bins, self.low, self.high)
-        self.counts += counted.to("cpu", torch.int64)
+        self._cover(min(float(low) for low, _ in edges), max(float(high) for _, high in edges))
+        for piece in pieces:
+            # torch's histc leaves out what rounding puts beyond the last edge
+            kept = _finite(piece).clamp(self.low, self.high)
+            self.counts += torch.histc(kept, self.bins, self.low, self.high).to("cpu", torch.int64)
 
     def result(self) -> Histogram | None:
         """Return the histogram; None if it is empty."""
@@ -197,3 +246,10 @@ class HistogramAccumulator:
         merged = self.counts.reshape(-1, 2).sum(1)
         empty = torch.zeros(self.bins - len(merged), dtype=torch.int64)
         self.counts = torch.cat([empty, merged] if upper else [merged, empty])
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """Return the finite values in float32."""
+    values = values.float()
+    finite = torch.isfinite(values)
+    return values if bool(finite.all()) else values[finite]

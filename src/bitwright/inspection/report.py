@@ -72,9 +72,11 @@ class LayerFidelity(_Report):
         isolated: error of the layer's output when only this layer is compressed, at the layer.
         output: the same, at the model's output.
         accumulated: error of the layer's output in the compressed model: of this layer and all in front of it.
-        damage: key of the ranking: the relative noise that this layer alone adds to the model's output, or the share
-            of its weights' channels that are lost, whichever is greater. Where the effect on the output was not
-            measured, the layer's own output counts, and without that its weights. None where nothing was measured.
+        damage: key of the ranking: the relative noise that this layer alone adds to the model's output, or the noise
+            of channels of its weights that the whole hides (``ErrorMetrics.hidden_noise``), whichever is greater: a
+            channel that is far larger than the others dominates the output's SQNR as it does the weight's. Where the
+            effect on the output was not measured, the layer's own output counts, and without that its weights. None
+            where nothing was measured.
         weights: its weights.
         activations: its quantized activations.
     """

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bitwright._utils.module_mode import module_mode
 from bitwright.config import CompressionConfig
 
 from ._batches import batches_of, blaming_inputs, inputs_of
@@ -22,7 +21,7 @@ from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
 from .applying import apply_configs
-from .fidelity import Metric, Progress, make_probe
+from .fidelity import Metric, Progress, evaluating, make_probe
 from .metrics import _Report
 from .report import EndToEnd
 
@@ -85,7 +84,7 @@ class SweepResult(_Report):
         from rich.text import Text
 
         found = {(entry.layer, entry.candidate): entry.output.error for entry in self.entries}
-        table = Table(box=box.SIMPLE, title="SQNR of the output in dB, one layer compressed", title_justify="left")
+        table = Table(box=box.SIMPLE)
         table.add_column("layer")
         for candidate in self.candidates:
             table.add_column(candidate, justify="right")
@@ -94,7 +93,7 @@ class SweepResult(_Report):
             cells = ["-" if error is None else f"{error.sqnr_db:.1f}" for error in errors]
             table.add_row(*map(Text, (layer or "<root>", *cells)))
         console = Console(width=150, record=True, file=io.StringIO())
-        console.print(table)
+        console.print("SQNR of the output in dB, one layer compressed", table)
         return "\n".join(line.rstrip() for line in console.export_text().strip().splitlines())
 
     def __str__(self) -> str:
@@ -143,7 +142,7 @@ def sweep(
     done = _Store(store, _fingerprint(model, candidates, batches))
     clock = _Clock(len(candidates), progress or (lambda _: None))
     entries: list[SweepEntry] = []
-    with module_mode(model, training=False), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         references = [_run(model, batch) for batch in batches]
         for name, config in candidates.items():
             if done.is_complete(name):
@@ -187,7 +186,9 @@ def _measure(
 ) -> EndToEnd:
     statistics = OutputStatistics(metric)
     for batch, reference in zip(batches, references, strict=True):
-        statistics.add(reference, probe.run_with_only(site, inputs_of(batch, model)), batch)
+        output = probe.run_with_only(site, inputs_of(batch, model))
+        if output is not None:
+            statistics.add(reference, output, batch)
     return statistics.result()
 
 
