@@ -23,6 +23,7 @@ from bitwright.planning import Placement, Plan
 from bitwright.planning.report import report_problems
 from bitwright.planning.simulated_states import WeightProgram, trace_weights
 from bitwright.planning.weight_only import WeightTechnique, plan_weights
+from bitwright.program.export_errors import not_a_tuple
 
 __all__ = ["InsertedSimulators", "WeightCompressor"]
 
@@ -105,10 +106,7 @@ class WeightCompressor(_BaseModelCompressor):
 
     def _trace(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> WeightProgram:
         if not isinstance(example_inputs, tuple):
-            raise TypeError(
-                f"example_inputs must be a tuple of the model's inputs, got {type(example_inputs).__name__}: wrap it "
-                "as (x,)."
-            )
+            raise not_a_tuple(example_inputs)
         return trace_weights(self._model, example_inputs, example_kwargs)
 
     def _plan_for(self, traced: WeightProgram) -> Plan:

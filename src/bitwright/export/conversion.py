@@ -16,6 +16,7 @@ from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
+from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph"]
@@ -76,7 +77,10 @@ def captured(
 
     Raises:
         ConversionError: torch.export cannot capture the model.
+        TypeError: ``example_inputs`` is no tuple.
     """
+    if not isinstance(example_inputs, tuple):
+        raise not_a_tuple(example_inputs)
     with converting("torch.export"):
         return torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
 

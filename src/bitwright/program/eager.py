@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 
+from .export_errors import inputs_by_name
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
@@ -55,6 +56,7 @@ def trace_eager(
             raise RuntimeError(
                 f"The model raised {type(error).__name__} in its forward (module {where or '<root>'!r}) while it was "
                 f"traced with the example inputs: {error}. Check that model(*example_inputs) runs in eval mode."
+                f"{inputs_by_name(model, example_inputs)}"
             ) from error
         finally:
             for restore in undo:
@@ -271,7 +273,7 @@ def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if getattr(func, "__name__", "") == "permute":
         given = args[1:] or (kwargs.get("dims", ()),)
         return {"dims": tuple(given[0]) if isinstance(given[0], (tuple, list)) else tuple(given)}
-    kept = {names[i]: a for i, a in enumerate(args) if i < len(names) and isinstance(a, plain)}
+    kept = {names[i] if i < len(names) else str(i): a for i, a in enumerate(args) if isinstance(a, plain)}
     return {**kept, **{key: entry for key, entry in kwargs.items() if isinstance(entry, plain)}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["export_failure", "forward_problem"]
+__all__ = ["export_failure", "forward_problem", "inputs_by_name", "not_a_tuple"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -42,6 +43,16 @@ def export_failure(error: BaseException) -> RuntimeError:
     return RuntimeError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
 
 
+def not_a_tuple(inputs: Any) -> TypeError:
+    """Return the error to raise for example inputs that are no tuple; says how to pass what was given."""
+    remedy = "wrap it as (x,)"
+    if isinstance(inputs, Mapping):
+        remedy = "pass inputs by name as example_kwargs, with () as example_inputs"
+    elif isinstance(inputs, list):
+        remedy = "write tuple(...) around it"
+    return TypeError(f"example_inputs must be a tuple of the model's inputs, got {type(inputs).__name__}: {remedy}.")
+
+
 def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RuntimeError | None:
     """Return the error to raise where the model does not run on its inputs at all, whether exported or not.
 
@@ -57,9 +68,21 @@ def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
         return RuntimeError(
             f"The model does not run on its inputs ({_described(args, kwargs)}): {type(error).__name__}: "
             f"{_first_lines(str(error)) or 'no message'}{place}\nCheck that the float model runs on them: shapes, "
-            "dtypes, the device, and how many there are."
+            f"dtypes, the device, and how many there are.{inputs_by_name(model, args)}"
         )
     return None
+
+
+def inputs_by_name(model: nn.Module, args: Sequence[Any]) -> str:
+    """Say where a mapping among the inputs belongs whose keys are arguments of forward; empty if there is none."""
+    try:
+        known = inspect.signature(type(model).forward).parameters
+    except (TypeError, ValueError):
+        return ""
+    for value in args:
+        if isinstance(value, Mapping) and value and all(key in known for key in value):
+            return f" Inputs by name ({', '.join(map(str, value))}) go into example_kwargs, with () as example_inputs."
+    return ""
 
 
 def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

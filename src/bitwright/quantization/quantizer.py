@@ -19,6 +19,7 @@ from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.planning.report import report_problems
+from bitwright.program.export_errors import not_a_tuple
 
 from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
@@ -414,9 +415,7 @@ def _make_engine(model: nn.Module, config: QuantizerConfig) -> Engine:
 
 def _example(args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, no_grad: bool) -> ExampleInputs:
     if not isinstance(args, tuple):
-        raise TypeError(
-            f"example_inputs must be a tuple of the model's inputs, got {type(args).__name__}: wrap it as (x,)."
-        )
+        raise not_a_tuple(args)
     if not args and not kwargs:
         raise ValueError("example_inputs is empty: pass the model's inputs as a tuple, or example_kwargs as a dict.")
     return ExampleInputs(args, dict(kwargs or {}), dynamic_shapes, no_grad)

@@ -16,6 +16,7 @@ from bitwright.export.arithmetic import arithmetic_activation
 from bitwright.export.conversion import converting
 from bitwright.export.extras import require
 from bitwright.export.lowering import LoweredModel, lower
+from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
@@ -74,10 +75,13 @@ def export_onnx(
         MissingExtraError: the onnx extra is not installed.
         ValueError: ``opset`` is too small for the model, ``int4`` is unknown, or an activation has no ONNX form.
         ConversionError: torch's exporter cannot take the model.
+        TypeError: ``example_inputs`` is no tuple.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     if int4 not in ("qdq", "matmul_nbits"):
         raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
+    if not isinstance(example_inputs, tuple):
+        raise not_a_tuple(example_inputs)
     for module in ("onnx", "onnxscript", "onnx_ir"):
         require(module, "onnx", "Export to ONNX")
     lowered = lower(model, WeightStandIn, _activation_stand_in)
