@@ -73,10 +73,11 @@ def test_exported_programs_need_nothing_of_this_package(tmp_path):
     code = (
         "import sys, torch\n"
         f"x, y = torch.load({str(tmp_path / 'data.pt')!r}, weights_only=True)\n"
-        f"assert torch.equal(torch.export.load({str(tmp_path / 'model.pt2')!r}).module()(x), y)\n"
-        "assert not any(name.startswith('bitwright') for name in sys.modules)\n"
+        f"print(torch.equal(torch.export.load({str(tmp_path / 'model.pt2')!r}).module()(x), y))\n"
+        "print([name for name in sys.modules if name.startswith('bitwright')])\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert process.stdout.split("\n")[:2] == ["True", "[]"]
 
 
 def test_sparse_weights_are_exported():

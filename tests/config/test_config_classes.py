@@ -255,8 +255,12 @@ class TestWeightOnly:
 
     @pytest.mark.parametrize("specs", [None, {}, {"*": None}, {0: None}])
     def test_inactive_specs_pass(self, specs: Any) -> None:
-        WeightOnlyOpConfig(op_input_spec=specs, op_output_spec=specs)
-        WeightOnlyModuleConfig(op_input_spec=specs, module_input_spec=specs)
+        expected = {"*": None} if specs is None else specs
+        op = WeightOnlyOpConfig(op_input_spec=specs, op_output_spec=specs)
+        assert (op.op_input_spec, op.op_output_spec) == (expected, expected)
+        module = WeightOnlyModuleConfig(op_input_spec=specs, module_input_spec=specs)
+        assert module.op_input_spec == expected
+        assert not any((module.module_input_spec or {}).values())
 
     def test_assignment_is_checked_too(self) -> None:
         config = WeightOnlyOpConfig()

@@ -236,8 +236,10 @@ class TestSpecSubclasses:
     def test_no_warning_is_emitted_while_dumping(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            self.config().to_dict()
-            self.config().model_dump_json()
+            dumped = self.config().to_dict()
+            text = self.config().model_dump_json()
+        assert ToyConfig.from_dict(dumped) == self.config()
+        assert ToyConfig.model_validate_json(text) == self.config()
 
     def test_an_unknown_class_is_refused_and_not_imported(self) -> None:
         with pytest.raises(ValidationError, match=r"'evil\.Spec' is loaded; import the module"):

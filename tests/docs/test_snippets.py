@@ -41,6 +41,15 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     _run_command(line)
 
 
+def test_no_snippet_is_left_out() -> None:
+    """Blocks of code are fenced so that the test above finds them: not indented, and in a known language."""
+    for page in PAGES:
+        text = page.read_text()
+        languages = {language for language, _, _ in _FENCE.findall(text)}
+        assert languages <= {"python", "console", "yaml", "text"}, _name(page)
+        assert text.count("```") == 2 * len(_FENCE.findall(text)), _name(page)
+
+
 def _run_command(line: str) -> None:
     assert line.startswith("$ bitwright ")
     result = CliRunner().invoke(app, shlex.split(line)[2:])

@@ -138,9 +138,11 @@ class DenseLayout(TensorLayout):
 
     @property
     def decoded_dtype(self) -> torch.dtype:
+        """The dtype that the values are stored in."""
         return _DTYPES[self.dtype]
 
     def parts(self) -> dict[str, PartShape]:
+        """Return the parts: ``values``, and ``mask`` if entries are dropped."""
         shape = self.shape if self.kept is None else (self.kept,)
         return {"values": (shape, self.decoded_dtype), **self._mask()}
 
@@ -200,6 +202,7 @@ class QuantizedLayout(TensorLayout):
 
     @property
     def decoded_dtype(self) -> torch.dtype:
+        """The floating-point dtype that codes decode to."""
         return _DTYPES[self.dtype]
 
     @property
@@ -208,6 +211,7 @@ class QuantizedLayout(TensorLayout):
         return self.grid.is_integer and self.formulation == "zp" and self.zero_point is None
 
     def parts(self) -> dict[str, PartShape]:
+        """Return the parts: ``codes`` and ``scale``, and what the formulation and a mask add."""
         fmt, counts = self.number_format, self.counts
         parts = {"codes": self._elements(self.shape, fmt.bits, fmt.storage)}
         power_of_two = self.scale_dtype == "float8_e8m0fnu"
@@ -277,9 +281,11 @@ class PalettizedLayout(TensorLayout):
 
     @property
     def decoded_dtype(self) -> torch.dtype:
+        """The dtype that the look-up tables decode to."""
         return self.lut.decoded_dtype
 
     def parts(self) -> dict[str, PartShape]:
+        """Return the parts: ``indices``, those of the tables as ``lut.…``, factors of channels and mask."""
         parts = {"indices": self._elements(self.index_shape, self.n_bits, torch.uint8)}
         parts |= {f"lut.{name}": part for name, part in self.lut.parts().items()}
         if self.channel_axis is not None:

@@ -122,9 +122,11 @@ class DenseTensor(CompressedTensor[DenseLayout]):
         return cls(layout, {"values": tensor.detach().contiguous()})
 
     def decode(self) -> torch.Tensor:
+        """Return the values, with zeros where the mask drops entries."""
         return self._spread(self.parts["values"], self.shape)
 
     def check_values(self) -> None:
+        """Check that the mask keeps as many entries as are stored; see the base class."""
         self._check_mask()
 
 
@@ -167,6 +169,7 @@ class QuantizedTensor(CompressedTensor[QuantizedLayout]):
         return None if minval is None else minval.float()
 
     def decode(self) -> torch.Tensor:
+        """Return the numbers that the codes stand for, with zeros where the mask drops entries."""
         dense = dequantize(
             self.codes(),
             self.scale(),
@@ -179,6 +182,7 @@ class QuantizedTensor(CompressedTensor[QuantizedLayout]):
         return self._zero_dropped(dense)
 
     def check_values(self) -> None:
+        """Check mask, scales, minvals, zero points and codes; see the base class."""
         self._check_mask()
         layout, scale = self.layout, self.scale()
         if scale.numel() and not bool((torch.isfinite(scale) & (scale > 0)).all()):
@@ -226,6 +230,7 @@ class PalettizedTensor(CompressedTensor[PalettizedLayout]):
         return factors.view([-1 if dim == axis else 1 for dim in range(len(self.shape))])
 
     def decode(self) -> torch.Tensor:
+        """Return the entries that the indices select, times the factors of their channels."""
         layout = self.layout
         indices = self.indices().long()
         tables = self.lut.decode().reshape(-1, layout.vector_size)
@@ -240,6 +245,7 @@ class PalettizedTensor(CompressedTensor[PalettizedLayout]):
         return self._zero_dropped(values)
 
     def check_values(self) -> None:
+        """Check mask, look-up tables, indices and factors; see the base class."""
         self._check_mask()
         self.lut.check_values()
         if not bool(torch.isfinite(self.lut.decode()).all()):

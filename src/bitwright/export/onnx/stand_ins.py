@@ -32,6 +32,7 @@ class WeightStandIn(nn.Module):
         self.register_buffer("anchor", torch.zeros(0))
 
     def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the node of the weight; the argument, a parametrization's original, is not read."""
         anchor: Any = self.anchor
         return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{WEIGHT}", (anchor,), {"name": self.name}, dtype=self.dtype, shape=self.shape, version=1
@@ -50,6 +51,7 @@ class ActivationStandIn(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the node that quantizes ``x``, of the same shape and dtype."""
         return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{ACTIVATION}", (x,), {"name": self.name}, dtype=x.dtype, shape=x.shape, version=1
         )

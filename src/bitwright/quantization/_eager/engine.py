@@ -39,6 +39,7 @@ class EagerEngine(Engine):
         self._stacks: Mapping[str, tuple[nn.Module, ...]] = {}
 
     def plan(self, example: ExampleInputs) -> Plan:
+        """Trace one forward and plan for what it called; see the base class."""
         if example.dynamic_shapes is not None or not example.no_grad:
             warnings.warn("dynamic_shapes and export_with_no_grad have no effect in eager mode.", stacklevel=4)
         weights = trace_weights(self.model, example.args, example.kwargs)
@@ -46,6 +47,7 @@ class EagerEngine(Engine):
         return plan_eager_quantization(self.config, self.model, self.program, self._stacks)
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+        """Insert into the model in place; see the base class."""
         insertion = Insertion(self.model, self.program, plan)
         try:
             _initialise(self.model, insertion, example, self._stacks)
@@ -64,16 +66,20 @@ class EagerEngine(Engine):
         return self.model
 
     def owners_of(self, name: str) -> tuple[str, ...]:
+        """Return all modules that own a tied weight, and the one whose configuration decided."""
         return self._owners.get(name) or super().owners_of(name)
 
     def module_paths(self) -> Mapping[str, str]:
+        """Return the paths of the last ``insert``."""
         return self._paths
 
     def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
+        """Return the simulators among the modules below ``path``."""
         module = model.get_submodule(path)
         return [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
 
     def finalize(self, model: nn.Module, backend: ExportBackend, mmap_dir: str | None) -> nn.Module:
+        """Finalize in place."""
         if backend == ExportBackend._TORCH:
             return model
         from bitwright.export import finalize_eager
