@@ -171,8 +171,9 @@ def test_strategies_are_built_from_their_fields():
     """The registry's key picks the spec, the spec's fields reach the strategy."""
     strategy = TrainingStrategySpec.maybe_build_from_dict({"type": "dkm", "temperature": 0.2}).build_strategy()
     assert (strategy.temperature, strategy.iterations) == (0.2, 3)
-    with pytest.raises(ValueError, match="Available keys"):
-        TrainingStrategySpec.maybe_build_from_dict({"type": "adam"})
+    for error in (ValueError, KeyError):  # coreai-opt raises the latter
+        with pytest.raises(error, match=r"^No class is registered with key 'adam'.*Available keys"):
+            TrainingStrategySpec.maybe_build_from_dict({"type": "adam"})
 
 
 def test_granularity_names_what_does_not_fit():

@@ -62,6 +62,14 @@ class RegistryMixin:
         return f"No class is registered with key {key!r} in {cls.__name__}. Available keys: {sorted(cls.REGISTRY)}."
 
 
+class UnknownKeyError(KeyError, ValueError):
+    """No class is registered with a key that a mapping names: a ``KeyError`` for code written for coreai-opt, and a
+    ``ValueError``, which pydantic turns into a validation error."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ClassRegistryMixin(RegistryMixin):
     """A registry whose entries are named in specs by key or by class."""
 
@@ -121,7 +129,7 @@ class ConfigRegistryMixin(RegistryMixin):
         """Build an entry from ``{"type": key, ...}``; anything that is neither a mapping nor a string is returned.
 
         Raises:
-            ValueError: ``type`` is missing or unknown, or ``data`` is a string.
+            ValueError: ``type`` is missing or unknown (a ``KeyError``, too), or ``data`` is a string.
             pydantic.ValidationError: a key is no field of the entry; proposes the nearest.
         """
         if isinstance(data, str):
@@ -136,7 +144,7 @@ class ConfigRegistryMixin(RegistryMixin):
             raise ValueError(f"{cls.__name__} needs a 'type' key; choose one of {sorted(cls.REGISTRY)}.")
         key = fields.pop("type")
         if key not in cls.REGISTRY:
-            raise ValueError(cls._unknown(key))
+            raise UnknownKeyError(cls._unknown(key))
         kind = cls.REGISTRY[key]
         known = getattr(kind, "model_fields", fields)
         unknown = {name: value for name, value in fields.items() if name not in known}
