@@ -98,6 +98,31 @@ def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[s
     assert sorted({site.op.type.strip("_").removeprefix("r") for site in sites}) == expected
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_stay_masks_in_training(mode: str) -> None:
+    """One minus a mask of ones is zero, not a small number that is true; nothing is masked by the example inputs."""
+
+    def attended(s: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = s.words(tokens)
+        inverted = 1.0 - mask[:, None, :].expand(-1, tokens.shape[1], -1).to(x.dtype)
+        lowest = inverted.masked_fill(inverted.bool(), torch.finfo(x.dtype).min) * inverted
+        return s.head(torch.softmax(x @ x.mT + lowest, -1) @ x)
+
+    model = network(attended)
+    mask = torch.ones(TOKENS.shape, dtype=torch.long)
+    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig(execution_mode=mode))
+    prepared = quantizer.prepare((TOKENS, mask))
+    with quantizer.training_mode():
+        for _ in range(2):
+            loss = prepared(TOKENS, mask).square().mean()
+            loss.backward()
+    prepared.eval()
+    mask[1, 20:] = 0
+    with torch.no_grad():
+        assert loss.isfinite()
+        assert sqnr(model(TOKENS, mask), prepared(TOKENS, mask)) > 22
+
+
 def test_values_that_are_returned_are_numbers() -> None:
     """A result of the model is simulated even if it is rounded besides."""
     program = trace_eager(Lambda(lambda s, x: ((y := x * 3), (y == 2).float().cumsum(0))), (torch.rand(8),))

@@ -42,11 +42,12 @@ def exact_values(program: Program) -> ExactValues:
     """Return the values of ``program`` of which every digit matters, in time linear in its size.
 
     A value that is rounded to an integer, or names a place, counts even if other ops read it too. One that becomes a
-    flag counts if nothing else reads it, and one that is an angle if no parameter has a part in it: networks of sines
-    are trained with the angles that they have.
+    flag counts if nothing else reads it, or if it is made of integers and constants only, as masks are; one that is an
+    angle if no parameter has a part in it: networks of sines are trained with the angles that they have.
     """
     found = ExactValues()
-    learned = _learned(program)
+    learned = _descendants(program, set())
+    measured = _descendants(program, {id(value) for value in program.inputs if value.dtype.is_floating_point})
     outputs = {id(value) for value in program.outputs}
     for op in reversed(program.ops):
         for value in op.outputs:
@@ -55,13 +56,17 @@ def exact_values(program: Program) -> ExactValues:
         floats = [value for value in op.outputs if value.dtype.is_floating_point]
         if floats and all(id(value) in found.values for value in floats) and not _reads_parameter(op):
             found.ops.add(id(op))
-        found.values.update(id(a.value) for a in op.arguments if _is_rounded(a) or _is_angle(a, learned))
+        found.values.update(
+            id(use.value)
+            for use in op.arguments
+            if _is_rounded(use) or _is_angle(use, learned) or (_is_flag(use) and id(use.value) not in measured)
+        )
     return found
 
 
-def _learned(program: Program) -> set[int]:
-    """Return the ids of values that a parameter has a part in."""
-    found: set[int] = set()
+def _descendants(program: Program, roots: set[int]) -> set[int]:
+    """Return the ids of values that a parameter, or one of ``roots``, has a part in."""
+    found = set(roots)
     for op in program.ops:
         if _reads_parameter(op) or any(id(argument.value) in found for argument in op.arguments):
             found.update(id(value) for value in op.outputs)
