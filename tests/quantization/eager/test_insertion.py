@@ -56,6 +56,28 @@ def test_unseen_call_passes_through_with_one_warning():
         assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
 
 
+class MasksForExport(nn.Module):
+    """Adds a mask that it makes while it is captured only, from positions."""
+
+    def forward(self, x):
+        y = x * 2
+        if torch.compiler.is_exporting():
+            rows, columns = torch.arange(2) + 0, torch.arange(4) + 0
+            y = y + (rows[:, None] < columns).to(y.dtype)
+        return y
+
+
+def test_a_call_that_export_alone_makes_is_told_as_such():
+    """Sums of positions are no news; the sum with the mask is, and the message says where it came from."""
+    x = torch.randn(2, 4)
+    prepared = Quantizer(MasksForExport().eval(), QuantizerConfig(execution_mode="eager")).prepare((x,))
+    with pytest.warns(UnplannedCallWarning) as caught:
+        torch.export.export(prepared, (x,))
+    (message,) = [str(entry.message) for entry in caught if entry.category is UnplannedCallWarning]
+    assert "'add'" in message
+    assert "while torch.export captured the model" in message
+
+
 def test_simulators_act_only_where_planned():
     """With only matmul configured, the output is the matmul of the quantized operands."""
     spec = QuantizationSpec(dtype="int4")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import shielded, thread_frames
 from bitwright._utils.forward_scope import ForwardScope
@@ -72,7 +73,7 @@ class _InterceptMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         frame = thread_frames.stack[-1]
-        tracing = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if frame is None or (tracing and _computes_sizes(args)):
             return func(*args, **(kwargs or {}))
         base = func.__name__
@@ -80,7 +81,7 @@ class _InterceptMode(TorchFunctionMode):
         planned = table.seen.get(base)
         if planned is None:
             if base in QUANTIZER_EAGER_OPS:
-                _report_unplanned(table, base)
+                _report_unplanned(table, base, (args, kwargs))
             return func(*args, **(kwargs or {}))
         number = frame.counts.get(base, 0)
         frame.counts[base] = number + 1
@@ -88,7 +89,7 @@ class _InterceptMode(TorchFunctionMode):
         sites = table.sites.get(call)
         if sites is None:
             if number >= planned:
-                _report_unplanned(table, call)
+                _report_unplanned(table, call, (args, kwargs))
             return func(*args, **(kwargs or {}))
         return _run(frame.module, sites, func, list(args), dict(kwargs or {}))
 
@@ -141,17 +142,27 @@ def _replace_output(result: Any, index: int, simulate: Any) -> Any:
     return result
 
 
-def _report_unplanned(table: CallTable, call: str) -> None:
-    if call in table.warned:
+def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
+    """Warn once of a call on floating-point data; others, such as positions, are not quantized anyway."""
+    if call in table.warned or not _reads_floats(arguments):
         return
     table.warned.add(call)
     name = f"{table.path}.{call}" if table.path else call
+    remedy = "Prepare with example inputs that take this path, or exclude the module in the config."
+    if torch.compiler.is_exporting():
+        remedy = (
+            "It came while torch.export captured the model: some models take another path there, for example add an "
+            "attention mask that they make for export only. To have one path, pass the mask as an input in both."
+        )
     warnings.warn(
-        f"The call {name!r} was not seen while preparing, so it runs unquantized. Prepare with example inputs that "
-        "take this path, or exclude the module in the config.",
+        f"The call {name!r} was not seen while preparing, so it runs unquantized. {remedy}",
         UnplannedCallWarning,
         stacklevel=4,
     )
+
+
+def _reads_floats(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(arguments))
 
 
 class OpScope(ForwardScope):
