@@ -200,3 +200,38 @@ def test_weights_that_no_output_depends_on() -> None:
     assert rows["aside.weight"].spec is None
     assert rows["aside.weight"].note == "no output of the model depends on it"
     assert rows["layer.weight"].spec is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_learned_tokens_pass_presets(mode: str) -> None:
+    """Queries that are kept in an embedding and joined to the sequence have no axis, and stop no preset."""
+
+    def joined(s: Any, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([s.first.weight, s.others.weight]).unsqueeze(0).expand(len(x), -1, -1)
+        return s.layer(torch.cat([tokens, x], 1))
+
+    model = Lambda(joined, first=nn.Embedding(1, 8), others=nn.Embedding(4, 8), layer=nn.Linear(8, 8)).eval()
+    plan = Quantizer(model, QuantizerConfig.presets.w4(execution_mode=mode)).plan((torch.randn(2, 3, 8),))
+    assert not plan.problems
+    found = {row.tensor: row for row in plan}
+    assert found["layer.weight"].spec is not None
+    assert found["others.weight"].spec is None
+    assert "no axis" in found["others.weight"].note
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_by_any_function_are_weighted(mode: str) -> None:
+    """``mm``, ``baddbmm`` and ``@`` read weights, in both modes the same."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(2, 6, 4))
+            self.c = nn.Parameter(torch.randn(2, 1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.mm(x, self.a)
+            return torch.baddbmm(self.c, y.expand(2, *y.shape), self.b)
+
+    plan = Quantizer(Products().eval(), QuantizerConfig.presets.w4(execution_mode=mode)).plan((torch.randn(5, 8),))
+    assert {row.tensor: row.spec.granularity.axis for row in plan if row.spec is not None} == {"b": 2}

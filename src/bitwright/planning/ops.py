@@ -52,6 +52,25 @@ _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
 
 _ELEMENTWISE = frozenset({"add", "sub", "rsub", "mul", "div", "mean", "std", "var", "var_mean", "std_mean", "pow"})
 
+# These combine or move numbers without reading any of them as a weight, as learned queries and tokens are read.
+_MOVING = frozenset(
+    {
+        "cat",
+        "stack",
+        "split",
+        "chunk",
+        "unbind",
+        "flatten",
+        "interpolate",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "repeat",
+    }
+    | {"unsqueeze", "squeeze", "select", "slice", "narrow", "__getitem__", "index_select", "clone", "contiguous"}
+    | {"to", "_to_copy", "type_as", "roll", "flip", "where", "dropout"}
+)
+
 # Matrix products, with the position of the second factor. A factor of shape (..., in, out) has its channels last.
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"matmul": 1, "mm": 1, "bmm": 1, "grouped_mm": 1, "baddbmm": 2})
 _EXPERTS = frozenset({"grouped_mm", "bmm", "baddbmm"})
@@ -77,7 +96,9 @@ QUANTIZER_EAGER_OPS: Mapping[str, str] = MappingProxyType(
         "div": "div",
         "div_": "div",
         "true_divide": "div",
+        "mm": "matmul",
         "bmm": "bmm",
+        "baddbmm": "baddbmm",
         "_grouped_mm": "grouped_mm",
         "grouped_mm": "grouped_mm",
         "einsum": "einsum",
@@ -195,8 +216,8 @@ def _axes_in(state: StateTensor, use: Argument, products: bool) -> WeightAxes | 
 
 
 def is_elementwise(state: StateTensor) -> bool:
-    """True for a state that ops combine with activations number by number, if at all, and never contract."""
-    return all(canonical_name(use.op.type) in _ELEMENTWISE for use in (*state.uses, *state.views))
+    """True for a state that ops move, or combine with activations number by number, if at all, and never contract."""
+    return all(canonical_name(use.op.type) in _ELEMENTWISE | _MOVING for use in (*state.uses, *state.views))
 
 
 def is_elementwise_gain(state: StateTensor) -> bool:
