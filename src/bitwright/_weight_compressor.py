@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from bitwright._utils.mapped_folder import mapped_folder
-from bitwright._utils.module_mode import module_mode
+from bitwright._utils.module_mode import has_modes, module_mode
 from bitwright._utils.parametrization import parametrize_tensor
 from bitwright._utils.weight_simulators import remove_simulator, unique_simulators
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
@@ -38,13 +38,13 @@ class InsertedSimulators:
     def __init__(self, model: nn.Module) -> None:
         self.placed: list[tuple[Any, Placement]] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._has_modes = has_modes(model)  # what torch.export captured says nothing in its flags
         self._undo: list[Callable[[], Any]] = []
 
     def insert(self, simulator: CompressionSimulatorBase, placement: Placement) -> None:
         """Put a simulator on every place of its weight."""
         assert placement.state is not None
         simulator.tensor_fqn = placement.state.name
-        simulator.train(self._modules[placement.state.owners[0][0]].training)
         done: set[tuple[int, str]] = set()
         for path, attribute in placement.state.owners:
             module = self._modules[path]
@@ -52,6 +52,7 @@ class InsertedSimulators:
                 done.add((id(module), attribute))
                 parametrize_tensor(module, attribute, simulator)
                 self._undo.append(partial(remove_simulator, module, attribute, simulator))
+        simulator.train(self._modules[placement.state.owners[0][0]].training and self._has_modes)
         self.placed.append((simulator, placement))
 
     def revert(self) -> None:

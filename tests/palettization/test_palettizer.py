@@ -418,3 +418,28 @@ def test_an_exported_graph_module():
     KMeansPalettizer(graph).prepare(example)
     assert len(simulators(graph)) == 2
     assert torch.equal(graph(*example), eager(*example))
+
+
+def test_an_exported_graph_is_calibrated_and_trained():
+    """As in eager mode, though the modules of ``torch.export`` refuse ``train()`` and ``eval()``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).eval()
+    data, target = torch.randn(8, 16), torch.randn(8, 4)
+    graph = torch.export.export(copy.deepcopy(model), (data,)).module()  # which shares its parameters
+    spec = config_of(PalettizationSpec(n_bits=2, training_strategy_spec={"type": "dkm"}))
+    for subject in (model, graph):
+        palettizer = KMeansPalettizer(subject, spec)
+        palettizer.prepare((data,))
+        with palettizer.calibration_mode(loss_fn=nn.functional.mse_loss) as helper:
+            helper.step(subject(data), target)
+        calibrated = subject(data)
+        optimizer = torch.optim.SGD(subject.parameters(), lr=0.1)
+        with palettizer.training_mode():
+            for _ in range(3):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(subject(data), target).backward()
+                optimizer.step()
+                palettizer.step()
+        assert not torch.equal(subject(data), calibrated)
+        assert len(subject.get_submodule("0").weight.unique()) == 4
+    torch.testing.assert_close(graph(data), model(data))

@@ -294,3 +294,18 @@ def test_tied_weights_learn_from_all_their_uses():
     squares = data.square().sum(0) + hidden.square().sum(0)
     found = model[0].parametrizations.weight[0].input_scale
     assert torch.allclose(found, (squares / 32).sqrt().view(1, 6), rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["wanda", "sparsegpt"])
+def test_calibration_of_an_exported_graph(algorithm):
+    """ATen ops are convolutions and linear layers like any other: the same masks and weights as in eager mode."""
+    torch.manual_seed(8)
+    model, data = SmallCNN().eval(), torch.randn(4, 3, 8, 8)
+    graph = torch.export.export(model, (data,)).module()
+    for subject in (model, graph):
+        pruner = pruned(subject, (data,), pruning_algo=algorithm)
+        with pruner.calibration_mode():
+            subject(data)
+    assert zeros(model.stem.weight) > 0.4
+    torch.testing.assert_close(graph(data), model(data), rtol=1e-4, atol=1e-5)
+    assert graph.stem.parametrizations.weight[0].input_scale is not None

@@ -51,7 +51,12 @@ _BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
 
 @functools.lru_cache(maxsize=4096)
 def argument_names(func: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the parameter names of ``func`` in order; ``input`` first for tensor methods; empty when unknown."""
+    """Return the parameter names of ``func`` in order; ``input`` first for tensor methods; empty when unknown.
+
+    Overloads of ATen ops, which exported graphs call, have the names of their schema.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return _with_input(tuple(argument.name for argument in func._schema.arguments))
     name = getattr(func, "__name__", "")
     if name in _BUILTIN_NAMES:
         return _BUILTIN_NAMES[name]
@@ -59,15 +64,17 @@ def argument_names(func: Callable[..., Any]) -> tuple[str, ...]:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
         return ("input",) if _is_tensor_method(func) else _schema_names(func)
-    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-    return ("input", *names[1:]) if names[:1] == ("self",) else names
+    return _with_input(tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
 
 def _schema_names(func: Callable[..., Any]) -> tuple[str, ...]:
     signatures = get_signature_for_torch_op(func)
     if not signatures:
         return ()
-    names = tuple(signatures[0].parameters)
+    return _with_input(tuple(signatures[0].parameters))
+
+
+def _with_input(names: tuple[str, ...]) -> tuple[str, ...]:
     return ("input", *names[1:]) if names[:1] == ("self",) else names
 
 
