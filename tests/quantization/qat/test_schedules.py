@@ -230,7 +230,7 @@ torch.save(everything(run[1]), path + ".result")
 
 @pytest.mark.parametrize(
     "kind",
-    [("eager", "lsq"), ("graph", "plain"), *(pytest.param(k, marks=pytest.mark.slow) for k in product(MODES, KINDS))],
+    [pytest.param(k, marks=() if k == ("eager", "lsq") else pytest.mark.slow) for k in product(MODES, KINDS)],
 )
 def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, kind):
     """A process that is killed and started again ends with the bits of one that was left alone."""
