@@ -78,6 +78,15 @@ def test_set_form(reference_form: None) -> None:
         kernels.set_form("fast")
 
 
+def test_results_may_be_changed_in_place(reference_form: None) -> None:
+    """As an in-place activation does; the reference's result is otherwise a view, which autograd protects."""
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    y = torch.relu_(kernels.fake_quantize(x, *MADE, block_size=tuple(x.shape), grid=INT8))
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (y > 0).float())
+
+
 def test_float64_and_negated_views_are_right() -> None:
     """Tensors outside the fused form give what the reference gives."""
     x = torch.linspace(-3, 3, 31).view(1, 31)

@@ -26,6 +26,20 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
 
 
+def begin_averages_after_zeros() -> None:
+    """Let the peer's moving average begin after tensors of zeros, as ours does (docs/differences.md)."""
+    from coreai_opt.quantization.spec import MovingAverageQParamsCalculator
+
+    update = MovingAverageQParamsCalculator.update_running_range
+
+    def updated(self: Any, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blank = (self.running_min == 0) & (self.running_max == 0)
+        low, high = update(self, min_val, max_val)
+        return torch.where(blank, min_val, low), torch.where(blank, max_val, high)
+
+    MovingAverageQParamsCalculator.update_running_range = updated
+
+
 def main() -> None:
     """Answer requests until the input ends."""
     requests: BinaryIO = sys.stdin.buffer
@@ -34,6 +48,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    begin_averages_after_zeros()
     while len(header := requests.read(8)) == 8:
         (size,) = struct.unpack("<Q", header)
         request = torch.load(io.BytesIO(requests.read(size)), weights_only=True)

@@ -28,7 +28,7 @@ def run_simulators(package: str, cases: list[dict[str, Any]]) -> list[dict[str, 
             simulator = spec_module.QuantizationComponentFactory.create_fake_quantizer(
                 spec, target_enum(case["target"])
             )
-            outputs, blank = [], False
+            outputs = []
             for step, batch in enumerate(case["batches"]):
                 x = batch.clone()
                 if case["parameter"]:
@@ -40,10 +40,7 @@ def run_simulators(package: str, cases: list[dict[str, Any]]) -> list[dict[str, 
                 y = simulator(x)
                 y.backward(case["grad"])
                 outputs += [y.detach(), x.grad]
-                state = simulator.state_dict()
-                ends = [value for name, value in state.items() if "running_m" in name]
-                blank = blank or bool(ends and ends[0].numel() and ((ends[0] == 0) & (ends[1] == 0)).any())
-            results.append({"outputs": outputs, "state": dict(simulator.state_dict()), "blank": blank})
+            results.append({"outputs": outputs, "state": dict(simulator.state_dict())})
         except Exception as error:
             results.append({"error": type(error).__name__, "message": str(error)})
     return results
@@ -125,11 +122,6 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     )
 
 
-def averages_from_zero(case: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether a moving average grew out of a block of zeros: a difference on purpose, see docs/differences.md."""
-    return theirs.get("blank", False) and case["spec"]["qparam_calculator_cls"] in ("default", "moving_average")
-
-
 @requires_peer
 @pytest.mark.parametrize("seed", range(4))
 def test_simulators_agree_bit_for_bit(seed: int) -> None:
@@ -140,7 +132,7 @@ def test_simulators_agree_bit_for_bit(seed: int) -> None:
     failures = [
         (case["spec"], difference)
         for case, mine, other in zip(cases, ours, theirs, strict=True)
-        if (difference := describe_difference(mine, other)) and not averages_from_zero(case, other)
+        if (difference := describe_difference(mine, other))
     ]
     assert not failures, f"{len(failures)} of {len(cases)}; the first: {failures[:3]}"
     assert sum("error" not in other for other in theirs) > 600

@@ -262,6 +262,8 @@ class _StraightThrough(torch.autograd.Function):
         grid: Grid,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, pre = _forward(x, scale, zero_point, minval, block_size, grid)
+        if not torch.compiler.is_compiling() and y._is_view():  # autograd lets nobody change such a result in place
+            y = y.clone()
         return y, (pre >= grid.quant_min) & (pre <= grid.quant_max)
 
     @staticmethod
