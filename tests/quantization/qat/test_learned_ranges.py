@@ -302,3 +302,19 @@ def test_parameter_groups_give_every_range_a_rate_of_its_own():
     torch.optim.Adam(groups)
     with pytest.raises(ValueError, match="range_lr=-1"):
         parameter_groups(prepared, 1e-3, range_lr=-1)
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus"])
+def test_results_may_be_changed_in_place(kind):
+    """What stands behind a simulator may write into its result, as residual connections do."""
+    spec = QuantizationSpec(dtype="int4", fake_quantize_cls=kind)
+    gradients = []
+    for in_place in (False, True):
+        fq = QuantizationComponentFactory.create_fake_quantizer(spec, "activation")
+        x = torch.linspace(-1, 2, 24).reshape(4, 6).requires_grad_()
+        y = fq(x)
+        y = y.add_(1) if in_place else y + 1
+        (y * torch.arange(24.0).reshape(4, 6)).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in fq.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)

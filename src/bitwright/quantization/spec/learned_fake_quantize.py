@@ -70,17 +70,16 @@ class _LearnedStep(torch.autograd.Function):
         gradient_scale: float,
     ) -> torch.Tensor:
         y = kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
-        # A half-precision result has lost the digits that the gradient of the step consists of.
-        exact = y if x.dtype == torch.float32 else kernels.fake_quantize(
-            x.detach().float(), step, zero_point, minval, block_size=block_size, grid=grid
-        )  # fmt: skip
-        ctx.save_for_backward(x, exact, step, origin, lowest, highest, learned_scale, learned_offset)
+        # The result is not saved: whoever gets it may change it in place. The zero point may be measured anew.
+        point = None if zero_point is None else zero_point.clone()
+        ctx.save_for_backward(x, step, point, minval, origin, lowest, highest, learned_scale, learned_offset)
+        ctx.grid = grid
         ctx.block_size, ctx.gradient_scale = block_size, gradient_scale
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, y, step, origin, lowest, highest, learned_scale, learned_offset = ctx.saved_tensors
+        x, step, zero_point, minval, origin, lowest, highest, learned_scale, learned_offset = ctx.saved_tensors
         blocks = _Blocks(tuple(x.shape), ctx.block_size)
         values, gradient = x.to(torch.float32).reshape(blocks.view), grad.to(torch.float32).reshape(blocks.view)
         inside = (values > blocks.spread(lowest)) & (values < blocks.spread(highest))
@@ -90,6 +89,10 @@ class _LearnedStep(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             zero = values.new_zeros(())
             outside_at = zero if origin is None else blocks.spread(origin)
+            # In float32: a half-precision result has lost the digits that the gradient of the step consists of.
+            y = kernels.fake_quantize(
+                x.detach().float(), step, zero_point, minval, block_size=ctx.block_size, grid=ctx.grid
+            )
             moved = y.reshape(blocks.view) - torch.where(inside, values, outside_at)
             total = blocks.total(gradient * moved, learned_scale)
             grad_scale = total / step.reshape(learned_scale.shape) * ctx.gradient_scale * _sign(learned_scale)
