@@ -328,3 +328,22 @@ class TestBlocks:
         with pytest.warns(UserWarning, match=r"0\.weight.*32"):
             prepared = quantizer.prepare((torch.randn(1, 64),))
         assert [s.tensor_fqn for s in simulators(prepared)] == ["1.weight"]
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_tensors_that_share_a_simulator_move_its_range_together(batches: int) -> None:
+    """Around a concatenation: the small tensor comes first, and does not hold the range of the large one down."""
+    torch.manual_seed(0)
+    model = Lambda(lambda s, x: torch.cat([x * 0.01, x * 4], -1) + 0.0)
+    data = [torch.randn(4, 8) for _ in range(batches)]
+    quantizer = Quantizer(model.eval(), QuantizerConfig())
+    prepared: Any = quantizer.prepare((data[0],))
+    with quantizer.calibration_mode(), torch.no_grad():
+        for batch in data:
+            prepared(batch)
+    expected = float((data[0] * 4).max())
+    for batch in data[1:]:
+        expected = 0.99 * expected + 0.01 * float((batch * 4).max())
+    shared = next(node for node in prepared.graph.nodes if node.name.startswith("cat")).args[0][0]
+    ranges = prepared.get_submodule(shared.target).qparams_calculator
+    assert float(ranges.running_max) == pytest.approx(expected, rel=1e-5)

@@ -66,6 +66,7 @@ class GraphEngine(Engine):
             insertion.run()
             annotate(module, decisions)
             initialise(module, self.program, example)
+            insertion.join_ranges()
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)
         return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -13,7 +14,7 @@ from bitwright.planning.chains import Chain
 from bitwright.planning.graph import GraphDecisions
 from bitwright.program import Argument, Op, Program, StateTensor, Value
 from bitwright.program.graph_module import TracedGraphModule
-from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .fold_insert import Fold, fold_batch_norms, unfold_weights
@@ -85,6 +86,14 @@ class GraphInsertion:
         unfold_weights(self.module, self._folds.values())
         install_mode_ops(self.module)
         self.module.recompile()
+
+    def join_ranges(self) -> None:
+        """Have a simulator that stands at several places move its range once in a forward, by the union of all."""
+        places = Counter(id(simulator) for simulator, _ in self.simulators.values())
+        for simulator, _ in self.simulators.values():
+            calculator = simulator.qparams_calculator
+            if isinstance(calculator, RunningRangeMixin):
+                calculator.tensors_per_step = places[id(simulator)]
 
     def _foldable(self) -> list[Chain]:
         """Return the chains without masks and palettes on their weights, which hold for the weight as it is."""
