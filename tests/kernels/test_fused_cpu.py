@@ -17,24 +17,30 @@ from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
+pool = pytest.importorskip("bitwright.kernels.cpu.threads")
 more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), deadline=None)
-threads = pytest.mark.parametrize("threads", [1, 3])
+threads = pytest.mark.parametrize("threads", ["1", "3 in a pool", "3 in torch's team"])
 
 
 @contextmanager
-def thread_count(count: int) -> Iterator[None]:
+def thread_count(threads: str) -> Iterator[None]:
     """Let the kernels use so many threads, for tensors of any size when there are several."""
+    count, in_team = int(threads[0]), "team" in threads
+    if in_team and not pool.team_runs():
+        pytest.skip("torch runs without OpenMP here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "thread_count", lambda: count)
         if count > 1:
             patch.setattr(fused, "GRAIN", 1)
+            patch.setattr(pool, "thread_count", lambda: count)
+            patch.setattr(pool, "team_runs", lambda: in_team)
         yield
 
 
 @threads
 @more
 @given(case=cases(), own=st.booleans())
-def test_observe_and_fake_quantize(threads: int, case: Case, own: bool) -> None:
+def test_observe_and_fake_quantize(threads: str, case: Case, own: bool) -> None:
     """Output, scale, zero point, minval and gradient are the reference's, also of a gradient that nobody else has."""
     results = []
     for form in (reference, fused):
@@ -53,7 +59,7 @@ def test_observe_and_fake_quantize(threads: int, case: Case, own: bool) -> None:
 @threads
 @more
 @given(case=cases(), data=st.data())
-def test_given_parameters(threads: int, case: Case, data: st.DataObject) -> None:
+def test_given_parameters(threads: str, case: Case, data: st.DataObject) -> None:
     """Fake-quantize, quantize and dequantize with any parameters, also such as no observer would choose."""
     low, high = reference.min_max(case.x, case.block_size)
     scale, zero_point, minval = reference.choose_qparams(
@@ -90,7 +96,7 @@ def test_given_parameters(threads: int, case: Case, data: st.DataObject) -> None
 @threads
 @more
 @given(case=cases())
-def test_ranges_and_parameters(threads: int, case: Case) -> None:
+def test_ranges_and_parameters(threads: str, case: Case) -> None:
     """Ranges and the parameters chosen from them are the reference's."""
     options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
     expected = reference.min_max(case.x, case.block_size)
@@ -108,7 +114,7 @@ def test_ranges_and_parameters(threads: int, case: Case) -> None:
     constant=st.sampled_from([None, 0.01, 0.5, 0.3]),
     restarts=st.lists(st.booleans(), min_size=1, max_size=3),
 )
-def test_running_range(threads: int, case: Case, constant: float | None, restarts: list[bool]) -> None:
+def test_running_range(threads: str, case: Case, constant: float | None, restarts: list[bool]) -> None:
     """A running range, what is chosen from it and the output are the reference's after every step."""
     low, high = reference.min_max(case.x, case.block_size)
     made = reference.choose_qparams(low, high, grid=case.grid, scheme=case.scheme, scale_dtype=case.scale_dtype)

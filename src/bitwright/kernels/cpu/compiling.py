@@ -20,7 +20,7 @@ import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 
-__all__ = ["called", "compiled", "entry", "inlined", "reordering", "unsupported_reason"]
+__all__ = ["c_address", "called", "compiled", "entry", "inlined", "reordering", "unsupported_reason"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,11 +92,23 @@ def entry(function: Callable[P, R], arguments: int) -> Callable[P, R]:
         function: what ``compiled`` returned.
         arguments: number of its arguments.
     """
+    found: Callable[P, R] = _compiled_for_integers(function, arguments).entry_point
+    return found
+
+
+@functools.cache
+def c_address(function: Callable[..., object], arguments: int) -> int:
+    """Return the address of a compiled function of integers, for callers from C; takes the arguments of ``entry``."""
+    result = _compiled_for_integers(function, arguments)
+    address: int = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    return address
+
+
+def _compiled_for_integers(function: Callable[..., object], arguments: int) -> Any:
     dispatcher: Any = function
     signature = (numba.types.int64,) * arguments
     dispatcher.compile(signature)
-    found: Callable[P, R] = dispatcher.overloads[signature].entry_point
-    return found
+    return dispatcher.overloads[signature]
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""A small pool of threads for kernels that release the GIL.
+"""Threads for kernels that release the GIL: torch's own team, and a small pool where there is none.
 
 Numba's own threading layers do not suit a library: one is not safe when two threads enter it, another stops the
-process after a fork. Here the calling thread does a part of the work itself and any number of callers may run at once.
-After a fork the child starts its own threads when it first needs them.
+process after a fork. In the pool the calling thread does a part of the work itself, and any number of callers may run
+at once. After a fork the child starts its own threads when it first needs them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from .team import run_in_team, team_runs
 
 __all__ = ["part_count", "run_parts", "thread_count"]
 
@@ -104,6 +106,9 @@ def run_parts(kernel: Callable[..., object], arguments: tuple[Any, ...], threads
     parts = part_count(threads)
     control = np.zeros(2, dtype=np.int64)
     job = (*arguments, parts, control.ctypes.data)
+    if team_runs() and threads <= thread_count():
+        run_in_team(kernel, job, thread_count())
+        return
     done: _Done = SimpleQueue()
     pool = _pool
     pool.grow(threads - 1)
