@@ -17,7 +17,10 @@ CALCULATORS = {
     "global_minmax": {"qparam_calculator_cls": "global_minmax"},
     "percentile": {"range_calculator_cls": "percentile"},
     "mse": {"range_calculator_cls": "mse"},
+    "histogram": {"range_calculator_cls": "histogram"},
     "lsq": {"fake_quantize_cls": "lsq"},
+    "lsq_plus": {"fake_quantize_cls": "lsq_plus", "qscheme": "asymmetric", "range_calculator_cls": "mse"},
+    "pact": {"fake_quantize_cls": "pact", "qscheme": "asymmetric"},
 }
 
 
