@@ -19,7 +19,7 @@ import torch
 
 from .grid import Grid
 
-__all__ = ["mark", "marking", "saved_as_codes"]
+__all__ = ["mark", "marking", "pack", "saved_as_codes"]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
@@ -97,7 +97,8 @@ def mark(y: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: G
     setattr(y, _MARK, _Coded(y, made, block_size, grid, form))
 
 
-def _pack(saved: torch.Tensor) -> Any:
+def pack(saved: torch.Tensor) -> Any:
+    """What ``saved_as_codes`` keeps in place of a tensor that an operation saves."""
     coded: _Coded | None = getattr(saved, _MARK, None)
     whole = saved
     if coded is None and saved._base is not None:
@@ -140,7 +141,7 @@ def saved_as_codes(minimum: int = 1 << 12) -> Iterator[None]:
     before = getattr(_local, "minimum", None)
     _local.minimum = minimum
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
     finally:
         _local.minimum = before

@@ -177,7 +177,7 @@ class FakeQuantizeForward(SwitchedModule):
         )
         torch.autograd.graph.increment_version(buffers["scale"])  # the kernel writes behind autograd's back
         calculator._progress.count()
-        if will_be_repeated(self.training):
+        if will_be_repeated(self.training, False):
             self._recall.note(tensor, self._stored(calculator))
         return y
 
@@ -263,9 +263,12 @@ class FakeQuantizeForward(SwitchedModule):
         except _BlockSizeMismatchError as error:
             self._warn_and_disable(error)
             return None
-        if stateful and not torch.compiler.is_compiling() and will_be_repeated(self.training):
+        if stateful and not torch.compiler.is_compiling() and self._may_be_repeated(calculator):
             self._recall.note(tensor, qparams)
         return qparams
+
+    def _may_be_repeated(self, calculator: Any) -> bool:
+        return will_be_repeated(self.training, getattr(calculator, "tensors_per_step", 1) > 1)
 
     def _stored(self, calculator: Any) -> QParams:
         """Return the parameters that the calculator keeps.

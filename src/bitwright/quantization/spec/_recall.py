@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from bitwright.kernels.saved import pack
+
 from ._calculator_base import QParams
 
 __all__ = ["Recall", "will_be_repeated"]
@@ -21,14 +23,21 @@ _CALLS = 128
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def will_be_repeated(training: bool) -> bool:
-    """Return whether this forward may be one that is computed again in the backward.
+def will_be_repeated(training: bool, several: bool) -> bool:
+    """Return whether this forward may be one that is computed again in the backward, with other parameters by then.
+
+    A checkpoint that is not reentrant has hooks on the tensors that autograd saves. The first pass of a reentrant one
+    is a forward in training mode without gradients, as many a forward is that nothing repeats; it matters only to
+    simulators whose parameters move within the forward.
 
     Args:
-        training: whether the module is in training mode. Then a forward without gradients is the first pass of a
-            reentrant checkpoint; one that is not reentrant has hooks on the tensors that autograd saves.
+        training: whether the module is in training mode.
+        several: whether several tensors of one forward pass through the simulator.
     """
-    return (training and not torch.is_grad_enabled()) or _saved_tensor_hooks(True) is not None
+    hooks = _saved_tensor_hooks(True)
+    if hooks is not None and hooks[0] is not pack:
+        return True
+    return several and training and not torch.is_grad_enabled()
 
 
 class _Call:

@@ -190,7 +190,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or modules["range_calculator"] is not ranges
             or not undisturbed()
             or _backward_task() != -1
-            or will_be_repeated(simulator.__dict__["training"])
+            or will_be_repeated(simulator.__dict__["training"], False)
         ):
             return None
         ready = known.get(x.shape)
