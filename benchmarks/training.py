@@ -4,13 +4,15 @@ Usage: python benchmarks/training.py [--threads 2] [--repeats 15] [--models resn
 
 The environment variable BITWRIGHT_PEER_PYTHON names an interpreter with coreai-opt 0.3; without it the peer is left
 out. Float, Bitwright and peer take turns, step by step, each on the same model and batch. Memory is measured in
-processes of their own: the growth of the resident set from before the first step to its peak during further ones.
+processes of their own: the growth of the resident set from a model that is built and has its simulators to its peak
+during three steps; libraries, compiled code and the converters' leftovers lie before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -74,16 +76,22 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
-def problem(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def problem(name: str, small: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Return a model, a batch and its targets; the same in every process."""
     torch.manual_seed(0)
+    if small:
+        tokens = torch.randint(0, 512, (2, 33))
+        images = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+        return (ResNet(8), *images) if name == "resnet" else (GPT(512, 32, 2), tokens[:, :-1], tokens[:, 1:])
     if name == "resnet":
         return ResNet(), torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     tokens = torch.randint(0, 512, (8, 129))
     return GPT(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def build(package: str, name: str, mode: str, saved: bool = False) -> tuple[Callable[[], None], Callable[[], None]]:
+def build(
+    package: str, name: str, mode: str, saved: bool = False, small: bool = False
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return a training step and an evaluation.
 
     Args:
@@ -91,8 +99,9 @@ def build(package: str, name: str, mode: str, saved: bool = False) -> tuple[Call
         name: ``resnet`` or ``gpt``.
         mode: ``eager`` or ``graph``.
         saved: keep what is saved for the backward pass as codes (Bitwright).
+        small: build a small model, to load what is loaded once.
     """
-    model, x, y = problem(name)
+    model, x, y = problem(name, small)
     scope: Callable[[], Any] = contextlib.nullcontext
     if package != "float":
         quantization = importlib.import_module(f"{package}.quantization")
@@ -156,11 +165,13 @@ def saved_bytes(run: Callable[[], object]) -> int:
 
 
 def memory_of(package: str, name: str, mode: str, saved: bool) -> dict[str, int]:
-    """Measure in this process; the model, its gradients and one warm step lie before the measurement."""
-    before = resident()
+    """Measure in this process; libraries and compiled code are loaded and the model is built before."""
+    for _ in range(2):
+        step, _ = build(package, name, mode, saved, small=True)
+        step()
     step, _ = build(package, name, mode, saved)
-    step()
-    return {"peak": peak_growth(step, before), "saved": 0 if saved else saved_bytes(step)}
+    ctypes.CDLL(None).malloc_trim(0)
+    return {"peak": peak_growth(step, resident()), "saved": 0 if saved else saved_bytes(step)}
 
 
 def ask_memory(interpreter: str, *arguments: str) -> dict[str, int]:
