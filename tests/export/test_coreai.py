@@ -106,6 +106,22 @@ def test_half_precision_graphs_store_parameters_in_half_precision(dtype):
     assert set(found.values()) == {dtype}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "uint8", "float8_e4m3fn"])
+def test_half_precision_activations_of_graphs_are_not_cast(name, dtype):
+    """Only scales are, and the codes are the prepared model's, in torch and in the runtime."""
+    model, x = built(Mlp, dtype)
+    scheme = {"qscheme": "asymmetric"} if name == "uint8" else {}
+    quantizer, ready = prepared(model, x, W8, QuantizationSpec(dtype=name, **scheme), "graph")
+    expected = ready(x)
+    final = quantizer.finalize(backend="coreai")
+    casts = [node for node in final.graph.nodes if node.target == torch.ops.aten.to.dtype]
+    assert casts
+    assert all(node.args[0].op == "get_attr" for node in casts)
+    assert torch.equal(final(x), expected)
+    assert sqnr(expected.float(), run(converted(final, (x,))[0], (x,))[0][0].float()) > 25
+
+
 def test_scales_that_half_precision_holds_as_subnormals_only_stay_in_single_precision():
     """Core AI's runtime reads half-precision numbers below 2 ** -14 as zero."""
     model, x = built(Mlp, torch.float16)

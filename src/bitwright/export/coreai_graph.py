@@ -96,10 +96,13 @@ def emit_weight(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any])
 def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuantizeImplBase) -> None:
     """Replace a simulator's call on an activation by ``coreai.quantize`` and ``coreai.dequantize``.
 
-    As in eager mode the ops work in float32 and what saturates early is clamped before.
+    As in eager mode the ops work in float32 and what saturates early is clamped before. Half-precision activations need
+    no cast for that: ``quantize`` divides them by a float32 scale in float32, and a code times a scale in half
+    precision is rounded once. With a limit or a minval there would be a second rounding, so there they are cast.
     """
     graph, operands = module.graph, activation_operands(simulator)
-    cast = operands.compute_dtype != torch.float32
+    half = operands.compute_dtype != torch.float32
+    cast = half and any(one is not None for one in (operands.low, operands.high, operands.minval))
     name = node.name
     with graph.inserting_before(node):
         x: Any = node.args[0]
@@ -116,10 +119,13 @@ def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuanti
         quantized = graph.call_function(torch.ops.coreai.quantize, (x, scale, operands.dtype), options)
         if operands.is_integer:
             options = {**options, "input_dtype": operands.dtype}
-        options = {**options, "output_dtype": torch.float32}
-        new = graph.call_function(torch.ops.coreai.dequantize, (quantized, scale), options)
-        if cast:
-            new = _cast(graph, new, operands.compute_dtype)
+        if half and not cast and scale.op == "call_function":  # the cast of one that is stored in half precision
+            options = {**options, "output_dtype": operands.compute_dtype}
+            new = graph.call_function(torch.ops.coreai.dequantize, (quantized, scale.args[0]), options)
+        else:
+            options = {**options, "output_dtype": torch.float32}
+            new = graph.call_function(torch.ops.coreai.dequantize, (quantized, scale), options)
+            new = _cast(graph, new, operands.compute_dtype) if half else new
     _take_place(node, new)
 
 
