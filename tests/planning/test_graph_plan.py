@@ -344,3 +344,32 @@ def test_eager_and_graph_agree_on_weights() -> None:
         plans = [Quantizer(build(), make(execution_mode=mode)).plan((x,)) for mode in ("eager", "graph")]
         weights = [[(r.tensor, r.spec, r.block_size, r.rule) for r in plan if r.kind == "weight"] for plan in plans]
         assert weights[0] == weights[1]
+
+
+class TestUnreadResults:
+    """Results that nobody reads are no part of an exported graph; the others keep their numbers."""
+
+    def test_a_later_piece_is_simulated_at_its_own_place(self) -> None:
+        """Of three columns the first two are left out; per-channel scales keep the piece from sharing the whole's."""
+
+        def last(s: Any, x: torch.Tensor) -> torch.Tensor:
+            return s.layer(torch.unbind(x * 2, 1)[2])
+
+        plan = plan_of(Lambda(last, layer=linear()).eval(), torch.randn(2, 3, 8))
+        values = [site.value for placement in plan.placements for site in placement.sites if site.output_index]
+        assert [(value.name, value.output_index) for value in values] == [("getitem_2", 2)]
+
+    def test_a_recurrent_layer_of_which_only_the_state_is_read(self) -> None:
+        """Key 1 of ``op_output_spec`` means the state; ``"*"`` means the sequence, which is not there."""
+
+        def state(s: Any, x: torch.Tensor) -> torch.Tensor:
+            return s.layer(s.rnn(x)[1][0])
+
+        def model() -> nn.Module:
+            return Lambda(state, rnn=nn.GRU(8, 8), layer=linear()).eval()
+
+        x = torch.randn(3, 2, 8)
+        assert not any("gru[output" in name for name in rows(plan_of(model(), x)))
+        chosen = QuantizationSpec(granularity=PerTensorGranularity())
+        config = globally(op_type_config={"gru": OpQuantizerConfig(op_output_spec={1: chosen})})
+        assert "gru[output 1]" in rows(plan_of(model(), x, config=config))

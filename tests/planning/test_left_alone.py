@@ -203,6 +203,19 @@ def test_weights_that_no_output_depends_on() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_weights_that_nothing_reads(mode: str) -> None:
+    """The plans of both modes tell of a layer that forward never calls, and do not simulate it."""
+    model = Lambda(lambda s, x: s.layer(x), layer=nn.Linear(8, 8), unused=nn.Linear(8, 4)).eval()
+    plan = Quantizer(model, QuantizerConfig(execution_mode=mode)).plan((torch.randn(2, 8),))
+    rows = {row.tensor: row for row in plan}
+    assert rows["unused.weight"].spec is None
+    assert rows["unused.weight"].compressed_bytes == rows["unused.weight"].dense_bytes == 4 * 4 * 8
+    told = {"graph": "no output of the model depends on it", "eager": "no call of the model reads it"}
+    assert rows["unused.weight"].note.startswith(told[mode])
+    assert not plan.problems
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_learned_tokens_pass_presets(mode: str) -> None:
     """Queries that are kept in an embedding and joined to the sequence have no axis, and stop no preset."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.common import CompressionType
 from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules, resolve_op_rule
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.program import Op, Program, StateTensor
+from bitwright.program import Op, Program
 
 from .computed_weights import computed_weight_problems
 from .eager_activations import request_activations
@@ -49,6 +49,7 @@ def plan_eager_quantization(
         builder.add_activation(
             Placement(spec, CompressionTargetTensor.ACTIVATION, rule, path, sites=[site]), resolution
         )
+    builder.add_unread(program, "no call of the model reads it with these inputs")
     problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
     return builder.build([*problems, *unmatched_problems(rules)])
 
@@ -111,14 +112,18 @@ class PlanBuilder:
             )
         )  # fmt: skip
 
-    def add_unread(self, state: StateTensor) -> None:
-        """Add a row that says why a weight is left as it is: the results do not depend on it."""
-        shape, dense = tuple(state.tensor.shape), state.tensor.numel() * state.tensor.element_size()
-        dtype = str(state.tensor.dtype).removeprefix("torch.")
-        note = "no output of the model depends on it"
-        self.plan.rows.append(
-            PlanRow(state.name, "weight", shape, dtype, None, "", dense_bytes=dense, compressed_bytes=dense, note=note)
-        )
+    def add_unread(self, program: Program, note: str) -> None:
+        """Add a row for each weight that no op of ``program`` reads; ``note`` says why it is left as it is."""
+        for state in program.states.values():
+            if not state.is_parameter or state.tensor.ndim < 2 or state.uses:
+                continue
+            shape, dense = tuple(state.tensor.shape), state.tensor.numel() * state.tensor.element_size()
+            dtype = str(state.tensor.dtype).removeprefix("torch.")
+            self.plan.rows.append(
+                PlanRow(
+                    state.name, "weight", shape, dtype, None, "", dense_bytes=dense, compressed_bytes=dense, note=note
+                )
+            )
 
     def add_activation(self, placement: Placement, resolution: Resolution) -> None:
         """Add a row for each site of a simulator on activations."""

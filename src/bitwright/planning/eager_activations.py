@@ -36,9 +36,10 @@ def request_activations(
             value = argument.value
             if value.is_quantizable and id(value) not in excluded and state_read_by(argument) is None:
                 yield from _request(_input(program, rules, op, op_rule, argument), Site(op, argument=argument))
-        for index, value in enumerate(op.outputs):
+        for value in op.outputs:
             if value.is_quantizable and id(value) not in excluded:
-                yield from _request(_output(program, rules, op, op_rule, value, index), Site(op, output_index=index))
+                site = Site(op, output_index=value.output_index)
+                yield from _request(_output(program, rules, op, op_rule, value), site)
 
 
 _Found = tuple[SpecMatch, str, str]
@@ -65,9 +66,7 @@ def _input(program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None,
     return match, f"{op_rule.describe()}.op_input_spec[{match.key!r}]", op.module_path
 
 
-def _output(
-    program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None, value: Value, index: int
-) -> _Found | None:
+def _output(program: Program, rules: ModuleRules, op: Op, op_rule: OpRule | None, value: Value) -> _Found | None:
     for path in reversed(op.module_stack):
         specs = rules[path].module_output_spec
         if specs and path in program.calls:
@@ -78,5 +77,5 @@ def _output(
                         return match, f"{rules[path].describe()}.module_output_spec[{match.key!r}]", path
     if op_rule is None:
         return None
-    match = lookup_spec(op_rule.op_output_spec, (index,))
+    match = lookup_spec(op_rule.op_output_spec, (value.output_index,))
     return match, f"{op_rule.describe()}.op_output_spec[{match.key!r}]", op.module_path

@@ -81,9 +81,7 @@ def plan_graph_quantization(
     ranks = {id(chain.primary): chain.rank for chain in chains}
     for decision in decide_states(program, rules, _rules_of(chains), rank_of=lambda op: ranks[id(op)]).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))
-    for state in program.states.values():
-        if state.is_parameter and state.tensor.ndim >= 2 and not state.uses:
-            builder.add_unread(state)
+    builder.add_unread(program, "no output of the model depends on it")
     table = build_slots(program, chains)
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)

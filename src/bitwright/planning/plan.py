@@ -60,8 +60,8 @@ class Site:
         """The tensor that stands here."""
         if self.argument is not None:
             return self.argument.value
-        assert self.output_index is not None
-        return self.op.outputs[self.output_index]
+        # An exported graph holds only those results of an op that somebody reads.
+        return next(value for value in self.op.outputs if value.output_index == self.output_index)
 
     @property
     def label(self) -> str:

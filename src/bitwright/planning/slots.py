@@ -164,10 +164,11 @@ class _Builder:
                 slot.demand = _demand(chain, match, "op_input_spec")
 
     def _add_outputs(self, chain: Chain) -> None:
-        for position, value in enumerate(chain.last.outputs):
+        for value in chain.last.outputs:
             if not self._may_stand(value):
                 continue
             slot = self.table.add_output(value)
+            position = value.output_index
             match = lookup_spec(chain.rule.op_output_spec, (position,))
             if match.key == "*" and chain.role.outputs is not None and position >= chain.role.outputs:
                 continue

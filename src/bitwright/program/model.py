@@ -97,7 +97,7 @@ class Value:
         name: unique, for people (``"conv.conv2d"``, ``"x"``, ``"fc.weight"``).
         shape: sizes at the time of tracing; an entry may be symbolic in graph mode.
         producer: the op that computed it, None for inputs and states.
-        output_index: position among the producer's outputs.
+        output_index: position among all results of the producer, read or not.
         uses: the arguments that read it.
         state: set where ``kind`` is STATE.
         view: set where the numbers are those of a parameter, once planning has linked views.
