@@ -89,6 +89,27 @@ def test_training(name: str) -> None:
     assert torch.equal(prepared(x), finalized(x))
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_mean_over_all_batches(folded: bool, training: bool) -> None:
+    """``momentum=None`` counts every batch the same, in whichever mode the model was when it was captured."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4, momentum=None)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3) if folded else nn.ReLU(), norm, nn.Conv2d(4, 2, 1)).train(training)
+    expected = copy.deepcopy(model).train()
+    quantizer = Quantizer(model, W8)
+    prepared: Any = quantizer.prepare((torch.randn(5, 4, 6, 6),))
+    assert norm.momentum is None
+    quantizer.disable_fake_quant()
+    prepared.train()
+    for batch in torch.randn(3, 5, 4, 6, 6) * torch.arange(1, 4).view(3, 1, 1, 1, 1):
+        torch.testing.assert_close(prepared(batch), expected(batch), rtol=1e-4, atol=1e-5)
+    mine, theirs = getattr(prepared, "1"), expected[1]
+    assert mine.num_batches_tracked == 3
+    torch.testing.assert_close(mine.running_mean, theirs.running_mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine.running_var, theirs.running_var, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_reach_the_raw_weight_through_the_fold() -> None:
     """Without quantization the gradients are those of the float model."""
     torch.manual_seed(0)

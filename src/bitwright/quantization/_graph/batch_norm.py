@@ -9,7 +9,9 @@ linear in each output channel's weight, so the simulated weight is divided by ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +23,14 @@ __all__ = [
     "OutputFold",
     "WeightFold",
     "WeightUnfold",
+    "captured_momentum",
     "channels_of",
+    "cumulative_averages_shown",
     "is_recomputing",
-    "updated_statistics",
+    "normalised_by_batch",
 ]
+
+_CUMULATIVE = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +158,10 @@ class OutputFold(nn.Module):
 
     Args:
         eps: added to the variance.
-        momentum: weight of the batch in the running statistics.
+        momentum: weight of the batch in the running statistics, None for the mean over all batches.
     """
 
-    def __init__(self, eps: float, momentum: float) -> None:
+    def __init__(self, eps: float, momentum: float | None) -> None:
         super().__init__()
         self.eps = eps
         self.momentum = momentum
@@ -172,8 +178,7 @@ class OutputFold(nn.Module):
         """Return ``y``, in training normalised by the batch."""
         if not self.training:
             return y
-        mean, var = updated_statistics(mean, var, batches)
-        return nn.functional.batch_norm(y, mean, var, gamma, beta, True, self.momentum, self.eps)
+        return normalised_by_batch(y, gamma, beta, mean, var, batches, self.momentum, self.eps)
 
 
 def is_recomputing() -> bool:
@@ -181,15 +186,53 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def updated_statistics(
-    mean: torch.Tensor, var: torch.Tensor, batches: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the running statistics for a batch norm in training to write to; a recomputed batch counts once."""
+def normalised_by_batch(
+    y: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    batches: torch.Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> torch.Tensor:
+    """Return ``y`` of shape (N, C, ...) normalised by its own statistics, which the running ones take in.
+
+    A recomputed batch counts once. Without ``momentum`` every batch counts the same, as in ``torch.nn.BatchNorm2d``.
+    """
     if is_recomputing():
-        return mean.clone(), var.clone()
-    if batches is not None:
+        mean, var = mean.clone(), var.clone()
+    elif batches is not None:
         batches.add_(1)
-    return mean, var
+    if momentum is None:
+        momentum = 0.0 if batches is None else 1.0 / float(batches)
+    return nn.functional.batch_norm(y, mean, var, gamma, beta, True, momentum, eps)
+
+
+@contextmanager
+def cumulative_averages_shown(model: nn.Module) -> Iterator[None]:
+    """Let a captured graph show which batch norms have ``momentum=None``; :func:`captured_momentum` reads it.
+
+    Otherwise evaluation would show a momentum of 0, and training one computed from the number of batches, which
+    ``torch.export`` refuses.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
+    ]
+    for norm in norms:
+        norm.momentum = _CUMULATIVE
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
+
+
+def captured_momentum(momentum: float) -> float | None:
+    """Return the momentum that a captured batch norm has, None for the mean over all batches."""
+    return None if math.isnan(momentum) else float(momentum)
 
 
 def channels_of(weight: torch.Size, transposed: bool, groups: int) -> int:

@@ -21,6 +21,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._annotation_pattern_registry import registered_roles
 from .annotations import annotate
+from .batch_norm import cumulative_averages_shown
 from .finalize import folded_copy
 from .initialise import initialise
 from .insert import GraphInsertion
@@ -41,7 +42,7 @@ class GraphEngine(Engine):
 
     def plan(self, example: ExampleInputs) -> Plan:
         """Capture the program with ``torch.export`` and plan for it; see the base class."""
-        with collector_paused(), unstacked(self.model) as stacks:
+        with collector_paused(), cumulative_averages_shown(self.model), unstacked(self.model) as stacks:
             module, self.program = capture_graph(
                 self.model,
                 example.args,

@@ -14,7 +14,7 @@ from bitwright.planning.chains import Chain
 from bitwright.program.aten_names import aten_name, schema_names
 from bitwright.program.graph_module import TracedGraphModule
 
-from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, channels_of
+from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, captured_momentum, channels_of
 from .mode_ops import batch_counter
 
 __all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "unfold_weights"]
@@ -109,7 +109,7 @@ class _Parts:
     beta: fx.Node | None
     mean: fx.Node
     var: fx.Node
-    momentum: float
+    momentum: float | None
     training: bool
     layout: FoldLayout
 
@@ -129,7 +129,7 @@ def _parts(module: TracedGraphModule, layer: fx.Node, norm: fx.Node) -> _Parts |
     if rank != max(len(shape), 2) or channels_of(shape, transposed, groups) != channels:
         return None
     layout = FoldLayout.of_layer(shape, transposed, groups, float(eps))
-    return _Parts(weight, bias, gamma, beta, mean, var, float(momentum), bool(training), layout)
+    return _Parts(weight, bias, gamma, beta, mean, var, captured_momentum(momentum), bool(training), layout)
 
 
 def _is_state(node: Any) -> bool:

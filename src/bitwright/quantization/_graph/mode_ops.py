@@ -16,7 +16,7 @@ from torch import fx, nn
 from bitwright.program.aten_names import schema_names
 from bitwright.program.graph_module import TracedGraphModule
 
-from .batch_norm import updated_statistics
+from .batch_norm import captured_momentum, normalised_by_batch
 
 __all__ = ["AttentionOp", "BatchNormOp", "ModeOp", "batch_counter", "install_mode_ops"]
 
@@ -94,11 +94,11 @@ class BatchNormOp(nn.Module):
     """Batch norm that uses and updates the statistics of the batch in training, and the running ones otherwise.
 
     Args:
-        momentum: weight of the batch in the running statistics.
+        momentum: weight of the batch in the running statistics, None for the mean over all batches.
         eps: added to the variance.
     """
 
-    def __init__(self, momentum: float, eps: float) -> None:
+    def __init__(self, momentum: float | None, eps: float) -> None:
         super().__init__()
         self.momentum = momentum
         self.eps = eps
@@ -114,9 +114,9 @@ class BatchNormOp(nn.Module):
     ) -> torch.Tensor:
         """Normalise ``x`` of shape (N, C, ...); ``batches`` counts the batches seen in training."""
         if self.training:
-            running_mean, running_var = updated_statistics(running_mean, running_var, batches)
+            return normalised_by_batch(x, weight, bias, running_mean, running_var, batches, self.momentum, self.eps)
         return nn.functional.batch_norm(
-            x, running_mean, running_var, weight, bias, self.training, self.momentum, self.eps
+            x, running_mean, running_var, weight, bias, False, self.momentum or 0.0, self.eps
         )
 
 
@@ -149,7 +149,7 @@ def _install_batch_norm(module: TracedGraphModule, node: fx.Node) -> None:
     x, weight, bias, mean, var, training, momentum, eps = arguments[:8]
     if mean is None or var is None:  # always normalises by the batch
         return
-    replacement = BatchNormOp(float(momentum), float(eps))
+    replacement = BatchNormOp(captured_momentum(momentum), float(eps))
     replacement.training = bool(training)
     batches = batch_counter(module, mean)
     _replace(module, node, replacement, (x, weight, bias, mean, var, batches), {})
