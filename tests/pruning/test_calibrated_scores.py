@@ -135,6 +135,27 @@ def test_compensation_is_the_optimal_brain_surgeon(block):
     assert torch.allclose(adjusted.double(), removed_one_by_one(weight, damped, mask), atol=2e-3)
 
 
+def test_the_factor_gives_the_inverse_back():
+    """U'U is the inverse of the damped Gram matrix, at its own scale."""
+    x = 50 * torch.randn(300, 12)
+    gram = x.T @ x
+    factor = InverseFactor(gram)
+    damped = gram.double() + 0.01 * gram.diagonal().double().mean() * torch.eye(12, dtype=torch.float64)
+    upper = factor.upper.double()
+    assert torch.equal(factor.upper, factor.upper.triu())
+    assert torch.allclose(upper.T @ upper @ damped, torch.eye(12, dtype=torch.float64), atol=1e-5)
+    assert torch.allclose(factor.diagonal.double(), damped.inverse().diagonal(), rtol=1e-5)
+
+
+def test_inputs_too_small_to_be_multiplied_are_taken_as_independent():
+    """Products of tiny inputs round to a matrix that no damping makes definite."""
+    gram = torch.full((4, 4), -3e-45)
+    gram.fill_diagonal_(1e-45)
+    factor = InverseFactor(gram)
+    weight, mask = compensate(torch.randn(3, 4), factor, torch.tensor([True, False, True, False]).expand(3, 4))
+    assert weight.isfinite().all() and mask.sum() == 6
+
+
 def test_inputs_that_are_always_zero_are_pruned_first_and_harm_nothing():
     """A gram matrix without rank has a damped inverse all the same."""
     gram = torch.zeros(4, 4)

@@ -115,6 +115,13 @@ def test_patterns_grow_with_the_sparsity():
     assert scheme.final_sparsity(0.1) == 0.75
 
 
+@pytest.mark.parametrize("shape", [(4, 8, 1, 1), (8, 4, 1), (4, 8)])
+def test_masks_are_laid_out_like_new_tensors(shape):
+    """Strides of dimensions of size one too: a convolution's kernel, hence its rounding, depends on them."""
+    mask = NMStructured(n=2, m=4, axis=1).compute_mask(torch.randn(shape), 0.5)
+    assert mask.stride() == torch.empty(shape).stride()
+
+
 def test_an_axis_left_open_is_the_input_axis():
     """Dimension 1, or 0 where there is no other."""
     assert torch.equal(

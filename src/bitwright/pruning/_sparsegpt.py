@@ -33,22 +33,34 @@ class InverseFactor:
 
     def __init__(self, gram: torch.Tensor) -> None:
         hessian = gram.double() if gram.device.type == "cpu" else gram.float()
-        diagonal = hessian.diagonal()
-        mean = diagonal.mean()
-        unused = diagonal == 0
-        damping = _DAMPING
-        while True:
-            damped = hessian.clone()
-            damped.diagonal().add_(damping * mean + (mean == 0))
-            lower, info = torch.linalg.cholesky_ex(damped)
-            if int(info) == 0 or damping > _MOST_DAMPING:
-                break
-            damping *= 10  # more inputs than samples, and nearly dependent ones
-        inverse = torch.cholesky_inverse(lower)
-        self.diagonal = inverse.diagonal().float()
+        unused = hessian.diagonal() == 0
+        mean = hessian.diagonal().mean()
+        mean = torch.where(mean > 0, mean, 1.0)
+        # With J reversing rows and columns, J H J = L L' makes J inv(L) J the factor sought.
+        lower = _damped_factor((hessian / mean).flip(0, 1)) * mean.sqrt()
+        identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
         # An input that is always zero is worth nothing, whatever its weights.
-        self.diagonal = torch.where(unused, torch.inf, self.diagonal)
-        self.upper = torch.linalg.cholesky(inverse, upper=True).float()
+        self.diagonal = torch.where(unused, torch.inf, upper.square().sum(0)).float()
+        self.upper = upper.float()
+
+
+def _damped_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Lower Cholesky factor of a Gram matrix whose diagonal has mean 1 (or 0), damped as much as that takes.
+
+    Sums so small that rounding decides about them need not be definite with any damping: the inputs then count as
+    independent of each other.
+    """
+    idle = hessian.diagonal().mean() == 0
+    damping = _DAMPING
+    while damping <= _MOST_DAMPING:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping + idle)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0:
+            return lower
+        damping *= 10  # more inputs than samples, and nearly dependent ones
+    return (hessian.diagonal() + _DAMPING).sqrt().diag()
 
 
 def sparsity_rule(sparsity: float, rows: bool) -> MaskRule:

@@ -267,7 +267,9 @@ class NMStructured(PruningScheme):
 
     def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Undo the grouping of :meth:`pool`."""
-        return kept.flatten(-2).movedim(-1, self._axis(shape)).contiguous()
+        moved = kept.flatten(-2).movedim(-1, self._axis(shape))
+        # Not contiguous(): it keeps odd strides of dimensions of size one, by which convolutions choose their kernel.
+        return moved.clone(memory_format=torch.contiguous_format)
 
     def mask_from_scores(self, scores: torch.Tensor, sparsity: float) -> torch.Tensor:
         """Return the mask that removes ``min(n, floor(m * sparsity))`` entries of every group."""
