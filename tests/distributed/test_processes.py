@@ -20,8 +20,8 @@ from . import processes
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 CALIBRATED = [
-    *(("eager", kind) for kind in processes.CALCULATORS if kind != "lsq_plus"),
-    *(("graph", kind) for kind in ("moving_average", "percentile", "mse", "lsq")),
+    *(("eager", kind) for kind in processes.CALCULATORS),
+    *(("graph", kind) for kind in ("moving_average", "percentile", "mse", "lsq", "lsq_plus")),
 ]
 TRAINED = [
     *(("eager", kind) for kind in ("moving_average", "global_minmax", "percentile", "lsq", "lsq_plus")),
@@ -65,7 +65,7 @@ def test_two_shards_calibrate_as_one_process(two, mode, kind):
 @pytest.mark.slow
 def test_three_shards_calibrate_as_one_process(tmp_path):
     """The same with three processes."""
-    kinds = ("moving_average", "mse", "lsq")
+    kinds = ("moving_average", "percentile", "mse", "histogram", "lsq", "lsq_plus")
     results = spawn(3, tmp_path, [f"calibrate:eager,{kind}" for kind in kinds])
     for kind in kinds:
         expected = processes.calibrate("eager", [4, 3, 2], [0, 1, 2], **processes.CALCULATORS[kind])

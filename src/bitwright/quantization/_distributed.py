@@ -177,11 +177,7 @@ def _merge_learned(calculator: Any) -> None:
             one = _Statistics(packed[0].float(), packed[1].float(), packed[2], float(packed[3].flatten()[0]))
             total = one if total is None else total.merged(one)
     if total is not None:
-        finder = calculator.range_calculator
-        if isinstance(finder, DistributionRangeCalculatorBase) and finder._histogram is not None:
-            low, high = finder.current_range()
-            total.low, total.high = low.clamp(max=0), high.clamp(min=0)
-        calculator._start_from(total)
+        calculator._start_from(calculator._joint(total))
 
 
 def _merge_histograms(finder: DistributionRangeCalculatorBase) -> None:

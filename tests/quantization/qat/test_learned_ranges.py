@@ -151,16 +151,31 @@ def test_training_batches_leave_the_learned_step_alone():
     assert parameter.item() > first.item()
 
 
-def test_shards_equal_the_whole():
+@pytest.mark.parametrize("finder", ["minmax", "mse", "percentile", "histogram"])
+def test_shards_equal_the_whole(finder):
     """Merging calculators of shards gives the initial values of one that saw everything."""
     for kind in ("lsq", "lsq_plus", "pact"):
-        whole, left, right = (make(kind, "activation", dtype="uint4", qscheme="asymmetric").eval() for _ in range(3))
+        spec = {"dtype": "uint4", "qscheme": "asymmetric", "range_calculator_cls": finder}
+        whole, left, right = (make(kind, "activation", **spec).eval() for _ in range(3))
         for seed in range(4):
             whole(tensor(seed) * (1 + seed))
             (left if seed % 2 else right)(tensor(seed) * (1 + seed))
         left.qparams_calculator.merge(right.qparams_calculator)
         for a, b in zip(left.calculate_qparams(), whole.calculate_qparams(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("finder", ["mse", "percentile", "histogram"])
+def test_restarting_forgets_what_was_seen_before(finder):
+    """Example inputs of ``prepare``, which come before a restart, leave no trace in a searched range."""
+    restarted, new = (make("lsq_plus", "activation", dtype="int4", range_calculator_cls=finder).eval() for _ in "ab")
+    restarted(tensor(7) * 10)
+    restarted.reset_statistics()
+    for fq in (restarted, new):
+        fq(tensor())
+        fq(tensor(1))
+    for mine, theirs in zip(restarted.calculate_qparams(), new.calculate_qparams(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def config(kind_weight="lsq", kind_activation="lsq"):

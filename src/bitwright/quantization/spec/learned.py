@@ -15,6 +15,7 @@ from bitwright.kernels.grid import block_view_shape
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase
 from ._sharded import is_sharded
+from .observers import DistributionRangeCalculatorBase
 from .qscheme import QuantizationScheme
 from .range_calculator import MinMaxRangeCalculator
 
@@ -95,6 +96,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             return self.get_qparams()
         if not self._initialized:
             self._compute_dtype_for_export = tensor.dtype
+        if self._restart and isinstance(self.range_calculator, DistributionRangeCalculatorBase):
+            self.range_calculator.reset()
         new = self._measure(tensor)
         new = new if self._exchange is None else self._exchange(new)
         known = self._statistics
@@ -181,8 +184,18 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
     def _merge_statistics(self, other: Any) -> None:
         if other._statistics is None:
             return
-        known = self._statistics
-        self._start_from(other._statistics if known is None else known.merged(other._statistics))
+        known, finder = self._statistics, self.range_calculator
+        if isinstance(finder, DistributionRangeCalculatorBase):
+            finder.merge(other.range_calculator)
+        self._start_from(self._joint(other._statistics if known is None else known.merged(other._statistics)))
+
+    def _joint(self, statistics: _Statistics) -> _Statistics:
+        """Replace the extremes by what the range calculator finds in the histogram of everything, if it has one."""
+        finder = self.range_calculator
+        if isinstance(finder, DistributionRangeCalculatorBase) and finder._histogram is not None:
+            low, high = finder.current_range()
+            statistics.low, statistics.high = low.clamp(max=0), high.clamp(min=0)
+        return statistics
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_derived": None}
