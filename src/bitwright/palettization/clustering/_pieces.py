@@ -13,7 +13,7 @@ from torch import Tensor
 CHUNK = 1 << 19
 """Points that one task works through; longer rows are cut."""
 
-SHORT = 1 << 15
+SHORT = 1 << 13
 """Rows below this length are handled many at a time, and sorted rather than counted."""
 
 _Task = TypeVar("_Task")
