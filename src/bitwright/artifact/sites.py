@@ -43,10 +43,14 @@ class WeightSite:
         return [f"{path}.{attribute}" if path else attribute for path, attribute in self.owners]
 
 
-def weight_sites(model: nn.Module) -> list[WeightSite]:
+def weight_sites(model: nn.Module, strict: bool = True) -> list[WeightSite]:
     """Return the weights of an eager model that stand under simulators, in the order of its modules.
 
     A weight that several modules share, with the same simulators, is one site.
+
+    Args:
+        model: the model.
+        strict: raise for a weight that is changed further after compression; else leave it out.
 
     Raises:
         ArtifactError: a parametrization of another kind comes after a simulator.
@@ -56,7 +60,12 @@ def weight_sites(model: nn.Module) -> list[WeightSite]:
         if not parametrize.is_parametrized(module):
             continue
         for attribute, stack in module.parametrizations.items():
-            simulators = _simulators_of(stack, f"{path}.{attribute}")
+            try:
+                simulators = _simulators_of(stack, f"{path}.{attribute}")
+            except ArtifactError:
+                if strict:
+                    raise
+                continue
             if not simulators:
                 continue
             key = (id(_first_original(stack)), *map(id, simulators))

@@ -40,6 +40,7 @@ class EagerProbe(PairProbe):
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
         """Run the models in two threads that take turns; see the base class."""
+
         def reference(emit: Callable[[Any], None]) -> Any:
             with self._hooked(self._own, emit):
                 return self.reference(*inputs.args, **inputs.kwargs)
@@ -93,7 +94,8 @@ class EagerProbe(PairProbe):
             return None
         reference = getattr(own, attribute)
         simulator, entering = _simulator(other, attribute)
-        return ComparedWeight(name, reference.detach(), value.detach(), entering, simulator)
+        alone = simulator is None or len(other.parametrizations[attribute]) == 1
+        return ComparedWeight(name, reference.detach(), value.detach(), entering, simulator, alone)
 
     def _find_layers(self) -> None:
         simulators = activation_simulators(self.compressed)

@@ -42,12 +42,13 @@ class GraphProbe(PairProbe):
         super().__init__()
         module = folded(compressed)
         assert isinstance(module, fx.GraphModule)
-        self.compressed = module
+        self.compressed, self._unfolded = module, compressed
         self.reference, program = _captured(reference, example)
         self._chains: dict[str, Chain] = {}
         self._ends: dict[str, tuple[fx.Node, fx.Node]] = {}
         self._weight_args: dict[str, tuple[str, fx.Node]] = {}
         self._folded: set[str] = set()
+        self._shown: set[str] = set()
         self._names = {node.meta.get(OP_NAME, node.name): node for node in self.compressed.graph.nodes}
         self._find_layers(program, reference)
         self._by_end = {ends[0]: site for site in self.layers if (ends := self._ends.get(site.name))}
@@ -67,6 +68,7 @@ class GraphProbe(PairProbe):
                 continue
             end = self._ends[site.name][1]
             isolated = self._isolated(site)
+            self._show_to_outputs(site, self._own.values[node])
             while end not in done:
                 self.recording = True
                 try:
@@ -84,6 +86,16 @@ class GraphProbe(PairProbe):
         finally:
             self.recording = False
         return self._own.output(), self._other.output()
+
+    def _show_to_outputs(self, site: LayerSite, output: Any) -> None:
+        """Let the quantizers behind a layer see the float model's tensor once."""
+        if site.name in self._shown or not isinstance(output, torch.Tensor):
+            return
+        self._shown.add(site.name)
+        for node in self._ends[site.name][1].users:
+            simulator = simulator_of(self.compressed, node)
+            if simulator is not None and simulator in site.activations.values():
+                simulator(output)
 
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
         """Run the float graph with one layer's output computed by the compressed graph's nodes."""
@@ -107,13 +119,26 @@ class GraphProbe(PairProbe):
         reference = attribute(self.reference, target).detach()
         simulator = simulator_of(self.compressed, node)
         entering = reference
+        alone = True
         if simulator is not None and isinstance(node.args[0], fx.Node):
             entering = evaluate(self.compressed, node.args[0], {})
+            alone = node.args[0].op != "call_module"
             if name in self._folded:
-                reference = entering.detach()
+                reference = self._folded_reference(node)
         if reference.shape != compressed.shape:
             return None
-        return ComparedWeight(name, reference, compressed.detach(), entering.detach(), simulator)
+        return ComparedWeight(name, reference, compressed.detach(), entering.detach(), simulator, alone)
+
+    def _folded_reference(self, node: fx.Node) -> torch.Tensor:
+        """The float model's weight and batch norm, folded as the compressed graph folds its own."""
+        known = {}
+        own = {str(entry.target) for entry in self.reference.graph.nodes if entry.op == "get_attr"}
+        for entry in self._unfolded.graph.nodes:
+            if entry.op == "get_attr" and str(entry.target) in own:
+                known[entry.name] = attribute(self.reference, str(entry.target))
+        calls = {entry.target: entry for entry in self._unfolded.graph.nodes if entry.op == "call_module"}
+        weight: torch.Tensor = evaluate(self._unfolded, calls[node.target].args[0], known)
+        return weight.detach()
 
     def _find_layers(self, program: Program, model: nn.Module) -> None:
         placed: set[int] = set()

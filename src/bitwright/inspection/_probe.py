@@ -50,6 +50,7 @@ class ComparedWeight:
         compressed: what the compressed model computes with.
         entering: what enters ``simulator``.
         simulator: the fake quantizer that makes the compressed weight, if there is one.
+        alone: whether nothing else compresses the weight.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ComparedWeight:
     compressed: torch.Tensor
     entering: torch.Tensor
     simulator: FakeQuantizeImplBase | None
+    alone: bool = True
 
 
 @dataclass(eq=False, slots=True)

@@ -87,7 +87,7 @@ def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
                 done.add(weight.target)
                 state = state_of(model, weight.target)
                 yield weight.target, _layout(state, weight.simulators, weight.target, strict)
-    for site in weight_sites(model):
+    for site in weight_sites(model, strict):
         yield site.name, _layout(site.tensor, site.simulators, site.name, strict)
     shared: set[int] = set()
     for path, module in model.named_modules():

@@ -88,6 +88,10 @@ def _totals(report: FidelityReport) -> list[str]:
         lines.append(f"metric: {end.metric_float:.6g} -> {end.metric_compressed:.6g}")
     share = report.bytes_after / report.bytes_before if report.bytes_before else 1.0
     lines.append(f"bytes:  {report.bytes_before:,} -> {report.bytes_after:,} packed ({share:.1%})")
+    broken = [layer for layer in report.ranking if layer.broken]
+    if broken:
+        lines.append("broken, whatever its effect on the output; look at these first:")
+        lines += [f"  {_label(report.mode, layer)}: {problem}" for layer in broken for problem in layer.broken]
     worst = [layer.name or "<root>" for layer in report.ranking[:3]]
     if worst:
         lines.append(f"keep these in higher precision first: {', '.join(worst)}")

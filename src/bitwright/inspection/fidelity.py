@@ -15,6 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._batches import batches_of, blaming_inputs, inputs_of
 from ._end_to_end import OutputStatistics
+from ._evidence import Evidence, activation_evidence, problems_of, usual_evidence, weight_evidence
 from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
 from ._ranges import CodeUse, code_range, code_use
 from ._sizes import StoredSize, is_compressed, stored_sizes
@@ -131,6 +132,7 @@ class _ActivationStatistics:
         self.error = ErrorAccumulator()
         self.use = CodeUse()
         self.values = HistogramAccumulator()
+        self.evidence: Evidence | None = None
 
 
 class Survey:
@@ -178,7 +180,7 @@ class Survey:
         handles = []
         for site in self.probe.layers:
             for name, simulator in site.activations.items():
-                hook = self._activation_hook(self.sites[site.name].activations[name])
+                hook = self._activation_hook(self.sites[site.name].activations[name], site.can_substitute)
                 handles.append(simulator.register_forward_hook(hook))
         try:
             yield
@@ -191,11 +193,12 @@ class Survey:
         sizes = ({size.name: size.bits // 8 for size in before}, {size.name: size.bits // 8 for size in after})
         named = [_under_all_names(entry, self.model) for entry in sizes]
         self.progress("weights")
-        layers = tuple(self._layer(site, *named) for site in self.probe.layers)
+        evidence: dict[str, Evidence] = {}
+        layers = [self._layer(site, evidence, *named) for site in self.probe.layers]
         return FidelityReport(
             mode=self.probe.mode,
             batches=self.batches,
-            layers=layers,
+            layers=tuple(self._judged(layers, evidence)),
             end_to_end=self.outputs.result(),
             bytes_before=sum(sizes[0].values()),
             bytes_after=sum(sizes[1].values()),
@@ -211,12 +214,17 @@ class Survey:
         outputs = (reference, isolated, accumulated)
         self.free_memory.saw(sum(tensor.nbytes for output in outputs for tensor in float_tensors(output)))
 
-    def _activation_hook(self, statistics: _ActivationStatistics) -> Any:
+    def _activation_hook(self, statistics: _ActivationStatistics, runs_alone: bool) -> Any:
         def hook(simulator: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not self.probe.recording or not isinstance(output, torch.Tensor):
+            if not isinstance(output, torch.Tensor):
                 return
             assert isinstance(simulator, FakeQuantizeImplBase)
             with outside_frames():
+                # A layer is judged by what it does with the float model's tensors, where it can be run on them.
+                if statistics.evidence is None and self.probe.recording != runs_alone and not simulator.is_disabled():
+                    statistics.evidence = activation_evidence(args[0], output, simulator)
+                if not self.probe.recording:
+                    return
                 statistics.error.update(args[0], output)
                 statistics.values.update(args[0])
                 if not simulator.is_disabled():
@@ -224,9 +232,11 @@ class Survey:
 
         return hook
 
-    def _layer(self, site: LayerSite, before: dict[str, int], after: dict[str, int]) -> LayerFidelity:
+    def _layer(
+        self, site: LayerSite, evidence: dict[str, Evidence], before: dict[str, int], after: dict[str, int]
+    ) -> LayerFidelity:
         statistics = self.sites[site.name]
-        weights = tuple(_weight(self.probe, name, before, after) for name in site.weights)
+        weights = tuple(_weight(self.probe, name, before, after, evidence) for name in site.weights)
         isolated, output = statistics.isolated.result(), statistics.output.result()
         return LayerFidelity(
             name=site.name,
@@ -242,6 +252,29 @@ class Survey:
                 for name, simulator in site.activations.items()
             ),
         )
+
+    def _judged(self, layers: list[LayerFidelity], weights: dict[str, Evidence]) -> Iterator[LayerFidelity]:
+        """Yield the layers with what is broken in them; what is common to most of them is not."""
+        found = {
+            layer.name: [(weight.name, weights[weight.name]) for weight in layer.weights if weight.name in weights]
+            + [
+                (name, values.evidence)
+                for name, values in self.sites[layer.name].activations.items()
+                if values.evidence is not None
+            ]
+            for layer in layers
+        }
+        usual = usual_evidence(evidence for pairs in found.values() for _, evidence in pairs)
+        broken = {
+            name: tuple(f"{tensor} is broken: {why}" for tensor, item in pairs for why in problems_of(item, usual))
+            for name, pairs in found.items()
+        }
+        # What cannot be run on the float model's tensors may only pass on what another layer spoilt.
+        alone = {site.name for site in self.probe.layers if site.can_substitute}
+        suspects = [name for name, problems in broken.items() if problems]
+        to_blame = [name for name in suspects if name in alone] or suspects[:1]
+        for layer in layers:
+            yield layer.model_copy(update={"broken": broken[layer.name] if layer.name in to_blame else ()})
 
 
 def _under_all_names(sizes: dict[str, int], model: nn.Module) -> dict[str, int]:
@@ -267,13 +300,16 @@ def _damage(
     return max((max(error.relative_noise, hidden) for error in errors), default=None)
 
 
-def _weight(probe: PairProbe, name: str, before: dict[str, int], after: dict[str, int]) -> WeightFidelity:
+def _weight(
+    probe: PairProbe, name: str, before: dict[str, int], after: dict[str, int], evidence: dict[str, Evidence]
+) -> WeightFidelity:
     found = probe.weight(name)
     sizes = {"bytes_before": before.get(name, 0), "bytes_after": after.get(name, before.get(name, 0))}
     if found is None or found.reference.shape != found.compressed.shape:
         return WeightFidelity(name=name, shape=() if found is None else tuple(found.reference.shape), **sizes)
     error = ErrorAccumulator(channel_axis=0)
     error.update(found.reference, found.compressed)
+    evidence[name] = weight_evidence(found.reference, found.compressed, found.simulator if found.alone else None)
     use = CodeUse() if found.simulator is None else code_use(found.simulator, found.entering)
     histograms = HistogramAccumulator(), HistogramAccumulator()
     for histogram, tensor in zip(histograms, (found.reference, found.compressed), strict=True):

@@ -18,6 +18,7 @@ __all__ = [
     "HistogramAccumulator",
     "decibels",
     "parts_of",
+    "pieces_of",
 ]
 
 SQNR_LIMIT_DB = 200.0
@@ -109,7 +110,7 @@ class ErrorAccumulator:
             return
         axis = self.channel_axis if reference.ndim > 1 else None
         sums = torch.zeros(2, 1 if axis is None else reference.shape[axis], dtype=torch.float64)
-        pieces = zip(_pieces(reference.detach(), axis), _pieces(other.detach(), axis), strict=True)
+        pieces = zip(pieces_of(reference.detach(), axis), pieces_of(other.detach(), axis), strict=True)
         for expected, found in pieces:
             sums += self._add(expected.double(), found.double())
         self._sums[0] += float(sums[0].sum())
@@ -173,7 +174,7 @@ def parts_of(tensor: torch.Tensor, size: int, dim: int = 0) -> Iterator[torch.Te
         yield tensor.narrow(dim, start, min(size, total - start))
 
 
-def _pieces(tensor: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
+def pieces_of(tensor: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
     """Yield a tensor in parts of about ``PIECE`` elements and shape ``[outer, channels, inner]``."""
     if axis is None:
         tensor = tensor.reshape(1, 1, -1)

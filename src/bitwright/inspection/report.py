@@ -72,6 +72,9 @@ class LayerFidelity(_Report):
         isolated: error of the layer's output when only this layer is compressed, at the layer.
         output: the same, at the model's output.
         accumulated: error of the layer's output in the compressed model: of this layer and all in front of it.
+        broken: what shows that the layer was spoilt, and not merely compressed: a range that does not fit, values in
+            other places than before, a channel that drowns the others. One
+            sentence each, that names the tensor.
         damage: key of the ranking: the relative noise that this layer alone adds to the model's output, or the noise
             of channels of its weights that the whole hides (``ErrorMetrics.hidden_noise``), whichever is greater: a
             channel that is far larger than the others dominates the output's SQNR as it does the weight's. Where the
@@ -87,6 +90,7 @@ class LayerFidelity(_Report):
     isolated: ErrorMetrics | None = None
     output: ErrorMetrics | None = None
     accumulated: ErrorMetrics | None = None
+    broken: tuple[str, ...] = ()
     damage: float | None = None
     weights: tuple[WeightFidelity, ...] = ()
     activations: tuple[ActivationFidelity, ...] = ()
@@ -146,9 +150,9 @@ class FidelityReport(_Report):
 
     @property
     def ranking(self) -> tuple[LayerFidelity, ...]:
-        """The layers by damage, worst first: keep the first ones in higher precision."""
-        measured = [layer for layer in self.layers if layer.damage is not None]
-        return tuple(sorted(measured, key=lambda layer: -(layer.damage or 0.0)))
+        """The layers that are broken, then the others, each by damage, worst first: keep them in higher precision."""
+        measured = [layer for layer in self.layers if layer.damage is not None or layer.broken]
+        return tuple(sorted(measured, key=lambda layer: (not layer.broken, -(layer.damage or 0.0))))
 
     def layer(self, name: str) -> LayerFidelity:
         """Return a layer by name.
