@@ -163,6 +163,90 @@ def test_masks_that_are_given_to_the_model(lowest: float, mode: str) -> None:
         assert sqnr(model(x, mask), prepared(x, mask)) > 25
 
 
+def rms_norm(s: Any, x: torch.Tensor) -> torch.Tensor:
+    return s.last(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def power_norm(s: Any, x: torch.Tensor) -> torch.Tensor:
+    return s.last(x * ((x * x).mean(-1, keepdim=True) + 1e-6) ** -0.5)
+
+
+def layer_norm(s: Any, x: torch.Tensor) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return s.last(centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def inverse_norm(s: Any, x: torch.Tensor) -> torch.Tensor:
+    return s.last(x * (2.0 * (1.0 / (x.norm(dim=-1, keepdim=True) + 1e-6))))
+
+
+def linear_attention(s: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k = torch.relu(x), torch.relu(s.last(x)) + 1e-3
+    return q @ (k.transpose(-1, -2) @ x) / ((q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True) + 1e-2)
+
+
+def log_probabilities(s: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.log(torch.softmax(s.last(x), -1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "function", [rms_norm, power_norm, layer_norm, inverse_norm, linear_attention, log_probabilities]
+)
+def test_relative_errors_count_in_divisors(function: Callable[..., Any], mode: str) -> None:
+    """Beside a token that is ten times as large, the divisors of the others would become 0, or one of a few numbers."""
+    torch.manual_seed(0)
+    model = Lambda(lambda s, x: function(s, s.first(x)), first=nn.Linear(8, 8), last=nn.Linear(8, 8)).eval()
+    x = torch.randn(2, 16, 8)
+    x[:, 0] *= 10
+    prepared = calibrated(model, mode, x)
+    with torch.no_grad():
+        assert sqnr(model(x), prepared(x)) > 18
+
+
+def test_what_a_norm_is_divided_by_is_not_simulated() -> None:
+    """Neither the variance nor its root; the numbers in front of the norm and behind it are."""
+    model = Lambda(rms_norm, last=nn.Linear(8, 8)).eval()
+    plan = Quantizer(model, QuantizerConfig()).plan((torch.randn(2, 8),))
+    found = [row.tensor for row in plan if row.kind == "activation"]
+    assert found == ["mul[input]", "mul[output 0]", "linear[output 0]"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", [False, True])
+def test_windows_hidden_by_small_numbers(stored: bool, mode: str) -> None:
+    """Shifted windows add -100, twice in Swin V2, given by an op or kept in a buffer."""
+    torch.manual_seed(0)
+    region = torch.arange(8) // 5
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            mask = (region[:, None] != region[None]).float()
+            self.register_buffer("mask", mask * -100.0 if stored else mask)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: Any = self.mask if stored else self.mask.masked_fill(self.mask != 0, -100.0)
+            scores = self.layer(x)
+            return torch.softmax((scores + hidden + hidden).view(-1, 8, 8), -1)
+
+    model = Windows().eval()
+    x = torch.randn(4, 8, 8)
+    prepared = calibrated(model, mode, x)
+    with torch.no_grad():
+        assert sqnr(model(x), prepared(x)) > 35
+
+
+def test_small_numbers_hide_nothing_without_a_softmax() -> None:
+    """A result with -100 in it is a number like any other where no softmax follows."""
+    model = Lambda(
+        lambda s, x: s.last(torch.masked_fill(s.first(x), x > 1, -100.0)), first=nn.Linear(8, 8), last=nn.Linear(8, 8)
+    ).eval()
+    plan = Quantizer(model, QuantizerConfig()).plan((torch.randn(2, 8),))
+    assert "linear_1[input]" in [row.tensor for row in plan]
+
+
 def test_what_is_a_mask() -> None:
     """Nothing but zeros and sentinels, or the smallest number that there is; large data is none."""
     assert holds_mask(torch.tensor([0.0, -1e4]))

@@ -229,6 +229,57 @@ class TestInputs:
         assert [op.type for op in with_gradients.ops] == ["add"]
 
 
+class TestTransformer:
+    @pytest.mark.parametrize("given", [False, True])
+    def test_masks_of_torchs_own_layers(self, given: bool) -> None:
+        """``torch.export`` alone refuses to look whether a mask is the causal one."""
+
+        def decoded(s: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            causal = nn.Transformer.generate_square_subsequent_mask(5) if mask is None else mask
+            return s.decoder(s.encoder(x, causal), x, causal)
+
+        options = {"dropout": 0.0, "batch_first": True}
+        model = Lambda(
+            decoded,
+            encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, **options), 1),
+            decoder=nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, **options), 1),
+        ).eval()
+        inputs = [torch.randn(2, 5, 8)]
+        if given:
+            inputs.append(nn.Transformer.generate_square_subsequent_mask(5))
+        module, _ = capture_graph(model, tuple(inputs))
+        with torch.no_grad():
+            torch.testing.assert_close(module(*inputs), model(*inputs))
+            if given:
+                inputs[1] = torch.zeros(5, 5)
+                torch.testing.assert_close(module(*inputs), model(*inputs))
+
+
+class Cache:
+    """What language models return beside their logits: a class of its own around tensors."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+class TestForeignResults:
+    def test_a_cache_beside_tensors_is_left_out_with_a_warning(self) -> None:
+        """The graph returns None in its place, under the same name."""
+        model = Lambda(lambda s, x: {"logits": s.layer(x), "cache": Cache(x * 2)}, layer=nn.Linear(4, 4)).eval()
+        x = torch.randn(2, 4)
+        with pytest.warns(UserWarning, match="Lambda returns Cache, which torch.export does not know"):
+            module, _ = capture_graph(model, (x,))
+        result = module(x)
+        assert torch.equal(result["logits"], model(x)["logits"])
+        assert result["cache"] is None
+        assert isinstance(model(x)["cache"], Cache)
+
+    def test_a_result_that_is_nothing_else_is_refused(self) -> None:
+        """The error says how to register the class."""
+        with pytest.raises(RuntimeError, match="register_pytree_node"):
+            capture_graph(Lambda(lambda s, x: Cache(s.layer(x)), layer=nn.Linear(4, 4)), (torch.randn(2, 4),))
+
+
 class TestExportedModules:
     def test_an_exported_module_is_captured_with_its_paths(self) -> None:
         """Ops of an already exported module still know the modules that they came from."""

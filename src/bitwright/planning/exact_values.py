@@ -1,8 +1,11 @@
-"""Values of which every digit matters: what becomes an index, a flag, a coordinate or an angle.
+"""Values of which every digit matters: what becomes an index, a flag, a coordinate, an angle or a divisor.
 
 Eight bits that span all positions of a sequence name the wrong row of an embedding, and an angle of a few hundred
 radians that is off by one percent points anywhere. No range can be calibrated for such values, so they are left alone.
-They are found backwards from the ops that need every digit, through ops that read no weights.
+So are divisors and what is under a root or a logarithm, such as the variance that a norm written out in Python divides
+by: there it is the relative error that counts, and in equal steps from the smallest number to the largest, as they
+occur with a few massive activations (Sun et al., "Massive Activations in Large Language Models", 2024), the small
+ones become 0. They are found backwards from the ops that need every digit, through ops that read no weights.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import dataclass, field
 
 from bitwright.program import Argument, Op, Program, Value
 from bitwright.program.aten_names import canonical_name
+
+from .graph_ops import only_moves
 
 __all__ = ["ExactValues", "exact_values"]
 
@@ -21,6 +26,12 @@ _ROUNDING = frozenset(
 )
 _FLAGS = frozenset({"eq", "ne", "__eq__", "__ne__", "logical_not"})
 _ANGLES = frozenset({"sin", "cos", "tan"})
+# These read their argument for its relative size; the first ones return factors, which span as many magnitudes.
+_INVERSES = frozenset({"rsqrt", "reciprocal"})
+_LOGARITHMS = frozenset({"log", "log2", "log10"})
+_POWERS = frozenset({"pow", "__pow__", "float_power"})
+_REVERSED_DIVISIONS = frozenset({"__rdiv__", "__rtruediv__"})
+_FACTORS = frozenset({"mul", "div", "neg"}) | _CASTS
 # The argument of these that holds coordinates.
 _COORDINATES = {"grid_sampler": 1, "grid_sample": 1}
 
@@ -41,17 +52,19 @@ class ExactValues:
 def exact_values(program: Program) -> ExactValues:
     """Return the values of ``program`` of which every digit matters, in time linear in its size.
 
-    A value that is rounded to an integer, or names a place, counts even if other ops read it too. One that becomes a
-    flag counts if nothing else reads it, or if it is made of integers and constants only, as masks are; one that is an
-    angle if no parameter has a part in it: networks of sines are trained with the angles that they have.
+    A value that is rounded to an integer, or names a place, counts even if other ops read it too; so does what comes
+    out of an inverse. One that becomes a flag counts if nothing else reads it, or if it is made of integers and
+    constants only, as masks are; one that is an angle if no parameter has a part in it: networks of sines are trained
+    with the angles that they have; one that is a divisor or under a root if nothing else reads it.
     """
     found = ExactValues()
     learned = _descendants(program, set())
     measured = _descendants(program, {id(value) for value in program.inputs if value.dtype.is_floating_point})
     outputs = {id(value) for value in program.outputs}
+    inverses = _inverses(program)
     for op in reversed(program.ops):
         for value in op.outputs:
-            if id(value) not in outputs and _only_needed_exactly(value, found, learned):
+            if id(value) not in outputs and (id(value) in inverses or _only_needed_exactly(value, found, learned)):
                 found.values.add(id(value))
         floats = [value for value in op.outputs if value.dtype.is_floating_point]
         if floats and all(id(value) in found.values for value in floats) and not _reads_parameter(op):
@@ -73,14 +86,39 @@ def _descendants(program: Program, roots: set[int]) -> set[int]:
     return found
 
 
+def _inverses(program: Program) -> set[int]:
+    """Return the ids of values that come out of an inverse, multiplied by numbers or moved at most."""
+    found: set[int] = set()
+    for op in program.ops:
+        handed_on = op.arguments and all(id(argument.value) in found for argument in op.arguments)
+        if _is_inverse(op) or (handed_on and (canonical_name(op.type) in _FACTORS or only_moves(op))):
+            found.update(id(value) for value in op.outputs)
+    return found
+
+
 def _reads_parameter(op: Op) -> bool:
     return any(argument.value.state is not None and argument.value.state.is_parameter for argument in op.arguments)
 
 
 def _only_needed_exactly(value: Value, found: ExactValues, learned: set[int]) -> bool:
     return bool(value.uses) and all(
-        id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use, learned) for use in value.uses
+        id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use, learned) or _is_relative(use)
+        for use in value.uses
     )
+
+
+def _is_inverse(op: Op) -> bool:
+    kind = canonical_name(op.type)
+    if kind in _POWERS:
+        return any(isinstance(n, int | float) and n < 0 for n in op.literals.values())
+    return kind in _INVERSES or op.type in _REVERSED_DIVISIONS
+
+
+def _is_relative(use: Argument) -> bool:
+    kind = canonical_name(use.op.type)
+    if _is_inverse(use.op) or kind in _LOGARITHMS:
+        return True
+    return kind == "div" and use.index == (0 if use.op.type in _REVERSED_DIVISIONS else 1)
 
 
 def _is_rounded(use: Argument) -> bool:

@@ -80,6 +80,10 @@ def _handed_on(fact: KnownRange | None, op: Op) -> KnownRange | None:
 
 # A number at least this large stands for infinity.
 _HUGE = 1e30
+# In front of a softmax a number like this hides what it is added to, as the -100 of shifted windows does:
+# exp(-50) is 2e-22.
+_HIDING = -50.0
+_NORMALISERS = frozenset({"softmax", "scaled_dot_product_attention"})
 _SOURCES = frozenset(
     {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"} | {"tensor"}
 )
@@ -95,7 +99,8 @@ def sentinel_values(program: Program) -> set[int]:
     """Return the ids of values that hold mask sentinels (``-inf``, ``finfo.min``, ``-1e4``) among their numbers.
 
     One scale for such a tensor would round everything else to zero, so these values are not simulated. The same goes
-    for positive sentinels (``scores - 1e30 * mask``), and for infinity in front of a minimum.
+    for positive sentinels (``scores - 1e30 * mask``), for infinity in front of a minimum, and in front of a softmax for
+    numbers that would be harmless elsewhere (``-100``).
     """
     states = {id(value.state): value for op in program.ops for value in _state_arguments(op)}
     found = {id(value) for value in states.values() if _is_sentinel_state(value)}
@@ -114,7 +119,23 @@ def sentinel_values(program: Program) -> set[int]:
         elif _multiplies_by_sentinel(op) or (carries and reads & subtracted):
             subtracted.update(id(value) for value in op.outputs)
         found.update(id(value) for value in op.outputs if value.is_masked)
-    return found
+    return found | _hidden_from_softmax(program)
+
+
+def _hidden_from_softmax(program: Program) -> set[int]:
+    """Return the ids of values on the way from a number that hides others to the softmax in front of which it does."""
+    hiding = {id(value) for op in program.ops for value in _state_arguments(op) if _hides_by_state(value)}
+    wanted: set[int] = set()
+    for op in program.ops:
+        reads = {id(argument.value) for argument in op.arguments} & hiding
+        if canonical_name(op.type) in _NORMALISERS:
+            wanted |= reads
+        elif (reads and _carries(op)) or _is_source(op, _HIDING):
+            hiding.update(id(value) for value in op.outputs)
+    for op in reversed(program.ops) if wanted else ():
+        if any(id(value) in wanted for value in op.outputs):
+            wanted.update(id(argument.value) for argument in op.arguments if id(argument.value) in hiding)
+    return wanted
 
 
 def _taken_away(op: Op, candidates: set[int]) -> set[int]:
@@ -130,11 +151,11 @@ def _state_arguments(op: Op) -> list[Value]:
     return [argument.value for argument in op.arguments if argument.value.state is not None]
 
 
-def _is_source(op: Op) -> bool:
+def _is_source(op: Op, sentinel: float = SENTINEL) -> bool:
     kind = canonical_name(op.type)
     if kind not in _SOURCES:
         return False
-    return any(number <= SENTINEL or (kind != "mul" and number >= _HUGE) for number in _numbers(op))
+    return any(number <= sentinel or (kind != "mul" and number >= _HUGE) for number in _numbers(op))
 
 
 def _multiplies_by_sentinel(op: Op) -> bool:
@@ -150,9 +171,22 @@ def _carries(op: Op) -> bool:
 
 
 def _is_sentinel_state(value: Value) -> bool:
+    buffer = _readable_buffer(value)
+    if value.state is None or buffer is None or "running" in value.state.name:
+        return False
+    return bool(torch.amin(buffer) <= SENTINEL)
+
+
+def _hides_by_state(value: Value) -> bool:
+    buffer = _readable_buffer(value)
+    if buffer is None or not bool(torch.amin(buffer) <= _HIDING):
+        return False
+    return bool(((buffer == 0) | (buffer <= _HIDING)).all())
+
+
+def _readable_buffer(value: Value) -> torch.Tensor | None:
+    """Return the numbers of a buffer of real numbers, None where there are none."""
     state = value.state
-    if state is None or state.is_parameter or not state.tensor.is_floating_point() or state.tensor.is_meta:
-        return False
-    if "running" in state.name:
-        return False
-    return state.tensor.numel() > 0 and bool(torch.amin(state.tensor.detach()) <= SENTINEL)
+    if state is None or state.is_parameter or not state.tensor.is_floating_point():
+        return None
+    return None if state.tensor.is_meta or state.tensor.numel() == 0 else state.tensor.detach()

@@ -32,7 +32,9 @@ _HINTS = """Debugging hints:
   2. Run torch.export.export(model, example_inputs) by itself; torch.export.draft_export lists all problems at once.
   3. Replace branches on tensor values by torch.where or torch.cond, .item() by tensor arithmetic, numpy by torch.
   4. To let a batch size or a length vary, pass dynamic_shapes. If a dimension was declared dynamic but the model fixes
-     it, remove it from dynamic_shapes."""
+     it, remove it from dynamic_shapes.
+  5. Inputs and outputs of a class of their own, such as caches, need torch.utils._pytree.register_pytree_node; models
+     of transformers return no cache with use_cache=False."""
 
 
 def export_failure(error: BaseException) -> RuntimeError:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
 from .export_errors import export_failure, forward_problem
+from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .masks import holds_mask
@@ -75,6 +77,7 @@ def _export(
         if no_grad:
             stack.enter_context(torch.no_grad())
         stack.enter_context(plain_attention())
+        stack.enter_context(without_foreign_results(model))
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:
@@ -108,16 +111,30 @@ class _WithoutDump(io.TextIOBase):
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Let torch's attention modules call plain ops, not the fused one for inference.
+    """Let torch's attention modules call plain ops, not the fused one for inference, and use a mask as it is.
 
-    Nothing can be quantized inside that one, and converters lack it.
+    Nothing can be quantized inside that one, and converters lack it. ``nn.Transformer`` and its parts look whether a
+    mask is the causal one, to save its addition; no export can capture that branch on the mask's numbers.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
+    detect = vars(transformer).get(_DETECTION)
     torch.backends.mha.set_fastpath_enabled(False)
+    if detect is not None:
+        setattr(transformer, _DETECTION, _told_to_be_causal)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        if detect is not None:
+            setattr(transformer, _DETECTION, detect)
+
+
+_DETECTION = "_detect_is_causal_mask"
+
+
+def _told_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Say whether the caller says that ``mask`` is causal."""
+    return is_causal is True
 
 
 @contextlib.contextmanager
