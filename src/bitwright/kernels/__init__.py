@@ -14,6 +14,7 @@ from .dispatch import (
     set_form,
 )
 from .grid import Grid, block_counts
+from .learned import learned_gradient
 from .saved import saved_as_codes
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "form_of",
+    "learned_gradient",
     "min_max",
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",

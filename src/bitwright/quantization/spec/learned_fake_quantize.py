@@ -60,45 +60,29 @@ class _LearnedStep(torch.autograd.Function):
         learned_scale: torch.Tensor,
         learned_offset: torch.Tensor | None,
         step: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        minval: torch.Tensor | None,
-        origin: torch.Tensor | None,
-        lowest: torch.Tensor,
-        highest: torch.Tensor,
+        zero_point: torch.Tensor,
+        minval: torch.Tensor,
         block_size: _Block,
         grid: Grid,
         gradient_scale: float,
     ) -> torch.Tensor:
         y = kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
         # The result is not saved: whoever gets it may change it in place. The zero point may be measured anew.
-        point = None if zero_point is None else zero_point.clone()
-        ctx.save_for_backward(x, step, point, minval, origin, lowest, highest, learned_scale, learned_offset)
-        ctx.grid = grid
+        ctx.save_for_backward(x, step, zero_point.clone(), minval, learned_scale)
+        ctx.grid, ctx.anchored = grid, learned_offset is not None
         ctx.block_size, ctx.gradient_scale = block_size, gradient_scale
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, step, zero_point, minval, origin, lowest, highest, learned_scale, learned_offset = ctx.saved_tensors
-        blocks = _Blocks(tuple(x.shape), ctx.block_size)
-        values, gradient = x.to(torch.float32).reshape(blocks.view), grad.to(torch.float32).reshape(blocks.view)
-        inside = (values > blocks.spread(lowest)) & (values < blocks.spread(highest))
-        grad_x = grad_scale = grad_offset = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad * inside.reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            zero = values.new_zeros(())
-            outside_at = zero if origin is None else blocks.spread(origin)
-            # In float32: a half-precision result has lost the digits that the gradient of the step consists of.
-            y = kernels.fake_quantize(
-                x.detach().float(), step, zero_point, minval, block_size=ctx.block_size, grid=ctx.grid
-            )
-            moved = y.reshape(blocks.view) - torch.where(inside, values, outside_at)
-            total = blocks.total(gradient * moved, learned_scale)
-            grad_scale = total / step.reshape(learned_scale.shape) * ctx.gradient_scale * _sign(learned_scale)
-        if learned_offset is not None and ctx.needs_input_grad[2]:
-            grad_offset = blocks.total(gradient * ~inside, learned_offset) * ctx.gradient_scale
-        return grad_x, grad_scale, grad_offset, *(None,) * 9
+        x, step, zero_point, minval, learned_scale = ctx.saved_tensors
+        grad_x, along, outside = kernels.learned_gradient(
+            grad, x, step, zero_point, minval, block_size=ctx.block_size, grid=ctx.grid, anchored=ctx.anchored
+        )
+        # The step is the size of the parameter, which may be negative.
+        grad_scale = along / torch.copysign(step, learned_scale) * ctx.gradient_scale
+        grad_offset = outside * ctx.gradient_scale if ctx.anchored else None
+        return grad_x, grad_scale, grad_offset, *(None,) * 6
 
 
 class _LearnedClip(torch.autograd.Function):
@@ -214,8 +198,7 @@ class LSQFakeQuantize(LearnedFakeQuantizeBase):
         calculator: Any = self.qparams_calculator
         assert zero_point is not None
         y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
-            tensor, calculator.scale, None, scale, zero_point, minval, None,
-            (self.quant_min - zero_point) * scale, (self.quant_max - zero_point) * scale,
+            tensor, calculator.scale, None, scale, zero_point, minval,
             block_size, self._current_grid(), self._gradient_scale(tensor, scale),
         )  # fmt: skip
         return y
@@ -238,11 +221,8 @@ class LSQPlusFakeQuantize(LearnedFakeQuantizeBase):
         calculator: Any = self.qparams_calculator
         assert zero_point is not None
         assert minval is not None
-        exact = self._current_grid().formulation == "minval"
-        origin = minval - self.quant_min * scale if exact else -zero_point * scale
         y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
-            tensor, calculator.scale, calculator.offset, scale, zero_point, minval, origin,
-            self.quant_min * scale + origin, self.quant_max * scale + origin,
+            tensor, calculator.scale, calculator.offset, scale, zero_point, minval,
             block_size, self._current_grid(), self._gradient_scale(tensor, scale),
         )  # fmt: skip
         return y
