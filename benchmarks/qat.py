@@ -6,11 +6,13 @@
 Two tasks: the digits CNN (cross entropy and accuracy on held-out digits) and a character transformer on the source of
 Python's standard library (nats per character on held-out text). For each of W8A8, W4A8, W4A4, W2A4: weights per output
 channel, activations per tensor. ``ptq`` and ``qat`` have the specs of Bitwright's presets, in which activations of four
-bits get the range of least squared error, found in the calibration; ``ptq_minmax`` and ``qat_minmax`` have coreai-opt's
-averages of extremes, which are all it has, and which its own row trains with in its own interpreter. torchao, which has
-no convolutions, runs the transformer with per-token activations, and so does Bitwright beside it. All rows of a seed
-start from the same float weights and see the same batches at the same learning rate; ``float_more`` takes the same
-further steps in float. ``--time`` measures training steps instead, the libraries taking turns.
+bits get the range of least squared error and weights of two bits learn their step. ``qat`` and ``lsq`` freeze the batch
+norms after half of the steps (``QATSchedule``), since their averages lag behind weights that jump between codes.
+``ptq_minmax`` and ``qat_minmax`` have coreai-opt's averages of extremes and no schedule, as its own row, which trains
+in its own interpreter. torchao, which has no convolutions, runs the transformer with per-token activations, and so does
+Bitwright beside it. All rows of a seed start from the same float weights and see the same batches at the same learning
+rate; ``float_more`` takes the same further steps in float. ``--time`` measures training steps instead, the libraries
+taking turns.
 
 What a row recovers is its share of what PTQ with its own ranges has lost; ``recovered of ptq_minmax`` is the share of
 what the averages of extremes have lost. Settings were chosen on the seeds 10 to 13, none of which is in the results.
@@ -55,6 +57,9 @@ PTQ_OF = {"qat_minmax": "ptq_minmax", "coreai_opt": "ptq_minmax"}
 ALLOWED_STEP_TIME = 0.85
 RECOVERED = {"W4A4": 0.5}  # share of PTQ's loss that QAT is to win back, by width
 FEW_BITS = 4  # of activations, from which on the presets search for the range
+FEW_WEIGHT_BITS = 2  # of weights, from which on the presets learn the step
+_LEARNED_WEIGHT = {"fake_quantize_cls": "lsq", "range_calculator_cls": "mse"}
+SCHEDULED = ("qat", "lsq")  # rows that freeze batch norms and may have learned steps
 
 
 def rows_of(task: str, width: str) -> list[str]:
@@ -63,24 +68,27 @@ def rows_of(task: str, width: str) -> list[str]:
     return [row for row in ROWS[task] if few or not row.endswith("_minmax")]
 
 
-def tensor_config(row: str, weight_bits: int, activation_bits: int) -> Any:
-    """Return the configuration of a row, in Bitwright's classes or coreai-opt's."""
+def tensor_config(row: str, weight_bits: int, activation_bits: int, freeze: int | None = None) -> Any:
+    """Return the configuration of a row, in Bitwright's classes or coreai-opt's; ``freeze`` is a step."""
     library = "coreai_opt" if row == "coreai_opt" else "bitwright"
     quantization = importlib.import_module(f"{library}.quantization")
     spec = importlib.import_module(f"{library}.quantization.spec")
     weight: dict[str, Any] = {"dtype": f"int{weight_bits}", "granularity": spec.PerChannelGranularity(axis=0)}
     activation: dict[str, Any] = {"dtype": f"int{activation_bits}", "qscheme": "asymmetric"}
     if row == "lsq":
-        weight |= {"fake_quantize_cls": "lsq", "range_calculator_cls": "mse"}
+        weight |= _LEARNED_WEIGHT
         activation |= {"fake_quantize_cls": "lsq_plus", "range_calculator_cls": "mse"}
-    elif row in ("ptq", "qat") and activation_bits <= FEW_BITS:
-        activation |= {"range_calculator_cls": "mse"}
+    elif row in ("ptq", "qat"):
+        activation |= {"range_calculator_cls": "mse"} if activation_bits <= FEW_BITS else {}
+        weight |= _LEARNED_WEIGHT if weight_bits <= FEW_WEIGHT_BITS else {}
     made = spec.QuantizationSpec(**activation)
+    schedule = {} if freeze is None else {"qat_schedule": quantization.config.QATSchedule(freeze_batch_norm=freeze)}
     config = quantization.ModuleQuantizerConfig(
         op_input_spec={"*": made},
         op_output_spec=None,
         op_state_spec={"weight": spec.QuantizationSpec(**weight)},
         op_type_config=dict.fromkeys(ONLY_BITWRIGHT),
+        **schedule,
     )
     return quantization.QuantizerConfig(global_config=config, execution_mode="eager")
 
@@ -117,7 +125,8 @@ class Trainer:
             quantize_(model, QATConfig(activation_config=activation, weight_config=weight, step="prepare"))
         elif row not in ("float", "float_more"):
             library = "coreai_opt" if row == "coreai_opt" else "bitwright"
-            config = token_config(*dtypes) if row == "qat_tokens" else tensor_config(row, *bits)
+            freeze = len(job["batches"]) // 2 if row in SCHEDULED else None
+            config = token_config(*dtypes) if row == "qat_tokens" else tensor_config(row, *bits, freeze)
             quantizer = importlib.import_module(f"{library}.quantization").Quantizer(model, config)
             model = quantizer.prepare((job["batches"][0][0],))
             with quantizer.calibration_mode(), torch.no_grad():
@@ -130,7 +139,7 @@ class Trainer:
     def begin(self) -> Loop:
         """Enter training mode."""
         groups = [{"params": list(self.model.parameters()), "lr": self.job["rate"]}]
-        if self.row == "lsq":
+        if self.row in SCHEDULED:
             groups = importlib.import_module("bitwright.quantization.qat").parameter_groups(
                 self.model, self.job["rate"]
             )
@@ -145,6 +154,8 @@ class Trainer:
         """Train, unless the row is about no training, and evaluate."""
         if self.row != "float" and not self.row.startswith("ptq"):
             loop = self.begin()
+            if self.row in SCHEDULED:
+                self.quantizer.step_with(loop.optimizer)
             for _ in self.job["batches"]:
                 loop.step()
             if self.quantizer is not None:

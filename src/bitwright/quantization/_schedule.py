@@ -13,6 +13,7 @@ from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._bits import dtype_with_bits, set_dtype
+from ._statistics import has_searched_range
 
 __all__ = ["ScheduleDriver", "batch_norms", "switch"]
 
@@ -33,6 +34,8 @@ class ScheduleDriver:
         self._dtypes: dict[str, torch.dtype] = {}
         self._frozen: list[RemovableHandle] = []
         self.step_count = 0
+        #: Whether searched ranges of activations were measured by a calibration, and stay.
+        self.measured = False
 
     def __bool__(self) -> bool:
         return bool(self._schedules) or any(s.freeze_batch_norm is not None for s in self._by_module.values())
@@ -41,7 +44,8 @@ class ScheduleDriver:
         """Bring every scheduled simulator and batch norm of ``model`` into the state for the current step."""
         for simulator, schedule in self._scheduled(model):
             state = schedule._compute_state(self.step_count)
-            switch(simulator, observer=state.obs_on, fake_quant=state.fq_on)
+            stays = self.measured and schedule._leaves_observers and has_searched_range(simulator)
+            switch(simulator, observer=state.obs_on and not stays, fake_quant=state.fq_on)
         self.apply_bits(model)
         self._apply_batch_norms(model)
 

@@ -182,9 +182,9 @@ class Quantizer(_Views, _BaseModelCompressor):
     def training_mode(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Train with fake quantization inside the ``with`` block; schedules decide where the config has any.
 
-        Without a schedule every observer is on, except that activation ranges which a calibration has searched for in a
-        distribution (``percentile``, ``mse``, ``histogram``) stay as they are: a search at each step would be slow, and
-        fixed ranges train as well (H. Wu et al., arXiv 2004.09602).
+        Where no schedule speaks of observers every observer is on, except that activation ranges which a calibration
+        has searched for in a distribution (``percentile``, ``mse``, ``histogram``) stay as they are: a search at each
+        step would be slow, and fixed ranges train as well (H. Wu et al., arXiv 2004.09602).
 
         With ``torch.distributed`` initialised, observed ranges are those of the batches of all processes joined.
 
@@ -199,7 +199,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             self._start_statistics(target)
             for simulator in _simulators(target):
                 switch(simulator, observer=not (self._measured and has_searched_range(simulator)), fake_quant=True)
-            self._training_model = target
+            self._training_model, self._schedules.measured = target, self._measured
             self._schedules.apply(target)
             try:
                 with synchronized_observers(_simulators(target)):

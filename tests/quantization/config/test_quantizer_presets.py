@@ -12,6 +12,7 @@ from torch import nn
 from bitwright.quantization.config import ExecutionMode, ModuleQuantizerConfig, QuantizerConfig
 from bitwright.quantization.spec import (
     DynamicQParamsCalculator,
+    LSQFakeQuantize,
     MovingAverageQParamsCalculator,
     MSERangeCalculator,
     PerBlockGranularity,
@@ -34,6 +35,7 @@ WEIGHTS: dict[str, tuple[torch.dtype, Any, torch.dtype | None]] = {
     "w8a8": (torch.int8, PER_CHANNEL, None),
     "w4a8": (torch.int4, PER_CHANNEL, None),
     "w4a4": (torch.int4, PER_CHANNEL, None),
+    "w2a4": (torch.int2, PER_CHANNEL, None),
     "w8a8_dynamic": (torch.int8, PER_CHANNEL, None),
     "fp8": (FP8, PER_CHANNEL, None),
     "mxfp8": (FP8, PER_BLOCK, E8M0),
@@ -74,8 +76,15 @@ def test_int8_activations_are_the_default_ones(name: str) -> None:
     assert module.op_input_spec == module.op_output_spec == {"*": default_activation_quantization_spec()}
 
 
-def test_int4_inputs_have_the_range_of_least_squared_error() -> None:
-    module = ModuleQuantizerConfig.presets.w4a4()
+def test_two_bit_weights_learn_their_step() -> None:
+    weight = ModuleQuantizerConfig.presets.w2a4().op_state_spec["weight"]
+    assert weight.fake_quantize_cls is LSQFakeQuantize
+    assert weight.range_calculator_cls is MSERangeCalculator
+
+
+@pytest.mark.parametrize("name", ["w4a4", "w2a4"])
+def test_int4_inputs_have_the_range_of_least_squared_error(name: str) -> None:
+    module = getattr(ModuleQuantizerConfig.presets, name)()
     assert module.op_input_spec is not None
     spec = module.op_input_spec["*"]
     assert spec is not None

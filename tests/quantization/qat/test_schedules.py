@@ -159,7 +159,7 @@ def test_evaluation_in_the_middle_observes_nothing():
 def test_ranges_that_calibration_searched_for_stay_in_training(mode, kind):
     """Ranges of a distribution are fixed by calibration, in a resumed run too; without one they follow, as averages do.
 
-    A schedule has the last word.
+    A schedule that speaks of observers has the last word.
     """
     ranges = lambda model: [  # noqa: E731
         s.calculate_qparams()[0].clone() for s in simulators(model) if s.quantization_target.value == "activation"
@@ -172,14 +172,17 @@ def test_ranges_that_calibration_searched_for_stay_in_training(mode, kind):
     resumed.load_state_dict(quantizer.state_dict())
     uncalibrated, raw, _ = start(mode, kind, None)
     scheduled, observed, _ = start(mode, kind, QATSchedule(disable_observer=9))
-    with scheduled.calibration_mode(), torch.no_grad():
-        observed(images(1)[0])
+    norms, silent, _ = start(mode, kind, QATSchedule(freeze_batch_norm=9))
+    for one, model in ((scheduled, observed), (norms, silent)):
+        with one.calibration_mode(), torch.no_grad():
+            model(images(1)[0])
     raw(images(1)[0])
     for one, model, stays in (
         (quantizer, prepared, kind == "percentile"),
         (resumed, fresh, kind == "percentile"),
         (uncalibrated, raw, False),
         (scheduled, observed, False),
+        (norms, silent, kind == "percentile"),
     ):
         before = ranges(model)
         with one.training_mode():

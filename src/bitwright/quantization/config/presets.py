@@ -36,6 +36,10 @@ def _per_block(dtype: str, axis: int | None, block_size: int, **fields: Any) -> 
     return QuantizationSpec(dtype=dtype, granularity=PerBlockGranularity(axis=axis, block_size=block_size), **fields)
 
 
+def _searched_int4() -> QuantizationSpec:
+    return QuantizationSpec(dtype="int4", qscheme="asymmetric", range_calculator_cls="mse")
+
+
 class ModuleQuantizerPresets:
     """Ready-made module configs, bound as ``ModuleQuantizerConfig.presets``."""
 
@@ -111,8 +115,26 @@ class ModuleQuantizerPresets:
         Args:
             axis: channel axis of the weight; None for the op's own.
         """
-        inputs = QuantizationSpec(dtype="int4", qscheme="asymmetric", range_calculator_cls="mse")
-        return self._config(_per_channel("int4", axis), inputs)
+        return self._config(_per_channel("int4", axis), _searched_int4())
+
+    def w2a4(self, *, axis: int | None = None) -> ModuleQuantizerConfig:
+        """Return int2 weights per channel whose step is learned (LSQ), and the int4 inputs of :meth:`w4a4`.
+
+        Meant for training behind a calibration. With four codes, a range that follows the largest weight of a channel
+        jumps from step to step and rounds most weights to zero. Give the optimizer
+        ``bitwright.quantization.qat.parameter_groups``, and freeze batch norms in the second half of the training
+        (``QATSchedule.freeze_batch_norm``): their averages lag behind weights that jump between so few codes.
+
+        Args:
+            axis: channel axis of the weight; None for the op's own.
+        """
+        weight = QuantizationSpec(
+            dtype="int2",
+            granularity=PerChannelGranularity(axis=axis),
+            fake_quantize_cls="lsq",
+            range_calculator_cls="mse",
+        )
+        return self._config(weight, _searched_int4())
 
     def w8a8_dynamic(self, *, axis: int | None = None, per_token: bool = True) -> ModuleQuantizerConfig:
         """Return int8 weights per channel, and int8 inputs whose scale is computed anew in every forward.
@@ -215,6 +237,10 @@ class QuantizerPresets:
     def w4a4(self, *, axis: int | None = None, execution_mode: ExecutionMode = ExecutionMode.GRAPH) -> QuantizerConfig:
         """Return :meth:`ModuleQuantizerPresets.w4a4` for the whole model."""
         return self._wrap(self._modules.w4a4(axis=axis), execution_mode)
+
+    def w2a4(self, *, axis: int | None = None, execution_mode: ExecutionMode = ExecutionMode.GRAPH) -> QuantizerConfig:
+        """Return :meth:`ModuleQuantizerPresets.w2a4` for the whole model."""
+        return self._wrap(self._modules.w2a4(axis=axis), execution_mode)
 
     def w8a8_dynamic(
         self,

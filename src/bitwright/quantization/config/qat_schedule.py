@@ -26,7 +26,8 @@ class QATSchedule(StrictModel):
         enable_observer: first step with observers on; 0 or more.
         enable_fake_quant: first step with fake quantization on; not before ``enable_observer``.
         disable_observer: first step with observers off again; after ``enable_observer`` and not before
-            ``enable_fake_quant``. None keeps them on.
+            ``enable_fake_quant``. None keeps them on, but for activation ranges that a calibration has searched for
+            (``mse`` and its like), which stay as they are unless this or ``enable_observer`` is set.
         freeze_batch_norm: first step at which batch norms use their running statistics and no longer change them. None
             lets them learn to the end.
         least_bits: smallest number of bits of integer codes, by the first step that it holds from; before the first
@@ -68,6 +69,11 @@ class QATSchedule(StrictModel):
             if not 1 <= bits <= 8:
                 raise ValueError(f"least_bits[{step}] is {bits}; codes have 1 to 8 bits.")
         return self
+
+    @property
+    def _leaves_observers(self) -> bool:
+        """Whether nothing is said about observers."""
+        return self.enable_observer == 0 and self.disable_observer is None
 
     def _bits_at(self, step_count: int) -> int:
         """Return the least number of bits at step ``step_count``."""
