@@ -93,6 +93,26 @@ def test_static_takes_the_first_tensor():
             assert torch.equal(a(tensor(seed)), b(tensor(seed)))
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16, torch.float16])
+def test_learned_ranges_in_half_precision(data, precision):
+    """The first range is computed in the tensor's dtype and used in the scale's, as in torchao."""
+    config = FakeQuantizeConfig(
+        torch.int2, group_size=8, scale_precision=precision, is_dynamic=False, range_learning=True
+    )
+    for seed in range(4):
+        theirs = IntxFakeQuantizer(config.to_torchao())
+        theirs._initialized = True
+        x = tensor(seed, dtype=data).detach()
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = config.build()(a), theirs(b)
+        assert y.dtype == z.dtype
+        assert torch.equal(y, z)
+        y.float().square().sum().backward()
+        z.float().square().sum().backward()
+        assert torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_learned_ranges_train_as_in_torchao(symmetric):
     """Scale and zero point are parameters, with torchao's gradients and so the same values after some steps."""

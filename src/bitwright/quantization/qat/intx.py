@@ -158,6 +158,8 @@ class _IntxLearnedQParamsCalculator(_IntxParameters, LearnedQParamsCalculatorBas
             self._buffers["zero_point"] = None
 
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
+        # torchao computes in the dtype of the tensor, to which the extremes belong.
+        low, high = (ends.to(self._compute_dtype_for_export or ends.dtype) for ends in (low, high))
         scale, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
         values = {"scale": scale.clamp(min=_SMALLEST_LEARNED_SCALE)}
         if zero_point is not None:
@@ -233,7 +235,7 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
     def _typed(self, scale: torch.Tensor, zero_point: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(self.qparams_calculator, LearnedQParamsCalculatorBase):
             calculator: Any = self.qparams_calculator  # the parameters themselves, which get a gradient
-            return calculator.scale, calculator.zero_point
+            scale, zero_point = calculator.scale, calculator.zero_point
         zero_point = None if zero_point is None else zero_point.to(self.zero_point_precision)
         return scale.to(self.scale_precision), zero_point
 
