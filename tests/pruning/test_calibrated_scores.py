@@ -153,7 +153,8 @@ def test_inputs_too_small_to_be_multiplied_are_taken_as_independent():
     gram.fill_diagonal_(1e-45)
     factor = InverseFactor(gram)
     weight, mask = compensate(torch.randn(3, 4), factor, torch.tensor([True, False, True, False]).expand(3, 4))
-    assert weight.isfinite().all() and mask.sum() == 6
+    assert weight.isfinite().all()
+    assert mask.sum() == 6
 
 
 def test_inputs_that_are_always_zero_are_pruned_first_and_harm_nothing():

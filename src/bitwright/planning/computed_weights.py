@@ -1,4 +1,7 @@
-"""Weights that the model computes from parameters, such as normalized ones: told, because they are not quantized."""
+"""Weights that ops make: from parameters, such as normalized ones, or from what an earlier ``finalize`` left.
+
+They are told, because they are not quantized.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,18 @@ from bitwright.program import Argument, Op, Program, Value, ValueKind
 
 from .ops import operand_axes
 from .plan import Problem
+from .simulated_states import is_unpacked
 from .weight_views import state_read_by
 
 __all__ = ["computed_weight_problems"]
 
 
+_NAMED = 3
+
+
 def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
-    """Return a problem for each op whose weight should be quantized but is made of parameters by other ops.
+    """Return a problem for each op whose weight should be quantized but is made of parameters by other ops, and one for
+    all weights that were finalized before.
 
     Args:
         program: the program, with views linked.
@@ -23,15 +31,21 @@ def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule
     """
     sources: dict[int, str] = {}
     problems: list[Problem] = []
+    finalized: list[str] = []
     for op in program.ops:
         for argument in op.arguments:
             made_of = sources.get(id(argument.value))
-            if made_of is not None and _is_wanted(argument, op_rule_of(op)):
-                problems.append(_problem(op, argument.value, made_of))
+            unpacked = is_unpacked(argument.value)
+            if not (unpacked or made_of is not None) or not _is_wanted(argument, op_rule_of(op)):
+                continue
+            if unpacked:
+                finalized.append(op.name)
+            else:
+                problems.append(_computed(op, argument.value, made_of or ""))
         parameter = _only_parameters(op, sources)
         if parameter:
             sources.update((id(output), parameter) for output in op.outputs)
-    return problems
+    return [*problems, *_finalized(finalized)]
 
 
 def _only_parameters(op: Op, sources: dict[int, str]) -> str:
@@ -56,7 +70,18 @@ def _is_wanted(argument: Argument, rule: OpRule | None) -> bool:
     return lookup_spec(rule.op_state_spec, ("weight",)).spec is not None
 
 
-def _problem(op: Op, value: Value, parameter: str) -> Problem:
+def _finalized(ops: list[str]) -> list[Problem]:
+    if not ops:
+        return []
+    message = (
+        f"the weights of {len(ops)} op(s) were finalized for a backend before and stay as they are: "
+        f"{', '.join(ops[:_NAMED])}{', ...' if len(ops) > _NAMED else ''}. Their activations can still be quantized. To "
+        "quantize the weights, begin with the model before finalize; if this is meant, set op_state_spec to None."
+    )
+    return [Problem("finalized-weight", ops[0], message)]
+
+
+def _computed(op: Op, value: Value, parameter: str) -> Problem:
     maker = value.producer.name if value.producer is not None else parameter
     message = (
         f"its weight of shape {value.shape} is computed by {maker} from {parameter} and so on, not read from a "

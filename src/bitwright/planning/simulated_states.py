@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.program import Argument, Program, StateTensor, Value, ValueKind, trace_eager
 
-__all__ = ["FinalizedWeight", "WeightProgram", "fold_simulators", "trace_weights"]
+__all__ = ["FinalizedWeight", "WeightProgram", "fold_simulators", "is_unpacked", "trace_weights"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class FinalizedWeight:
     """A weight that was finalized for a backend: its dense values are gone.
 
     Attributes:
-        name: dotted name.
+        name: dotted name; in a finalized graph, which has lost it, that of the op with ``.weight``.
         uses: the arguments that read it.
     """
 
@@ -75,7 +75,19 @@ def fold_simulators(program: Program, model: nn.Module) -> WeightProgram:
             for attribute, chain in module.parametrizations.items():
                 folder.fold(path, attribute, chain)
     folder.drop_inner_ops()
-    return WeightProgram(program, folder.stacks, tuple(folder.finalized))
+    known = {id(use) for weight in folder.finalized for use in weight.uses}
+    lost = [
+        FinalizedWeight(f"{op.name}.weight", (argument,))
+        for op in program.ops
+        for argument in op.arguments
+        if argument.name == "weight" and is_unpacked(argument.value) and id(argument) not in known
+    ]
+    return WeightProgram(program, folder.stacks, (*folder.finalized, *lost))
+
+
+def is_unpacked(value: Value) -> bool:
+    """Whether an op of a backend unpacks the value: a weight that was finalized before."""
+    return value.producer is not None and str(value.producer.target).startswith("coreai.")
 
 
 class _Folder:
