@@ -76,7 +76,8 @@ def _finalized(ops: list[str]) -> list[Problem]:
     named = ", ".join(ops[:_NAMED]) + (", ..." if len(ops) > _NAMED else "")
     message = (
         f"the weights of {len(ops)} op(s) were finalized for a backend before and stay as they are: {named}. Their "
-        "activations can still be quantized. To quantize the weights, begin with the model before finalize; if this is meant, set op_state_spec to None."
+        "activations can still be quantized. To quantize the weights, begin with the model before finalize; if this is "
+        "meant, set op_state_spec to None."
     )
     return [Problem("finalized-weight", ops[0], message)]
 
