@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["is_sharded", "on_whole"]
+__all__ = ["is_sharded", "may_change_unseen", "on_whole"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor, without importing what defines it."""
     return type(tensor).__name__ == "DTensor"
+
+
+def may_change_unseen() -> bool:
+    """Return whether a parameter may have other values at the same address with the same version.
+
+    FSDP gathers the parts of a parameter into one tensor anew for every forward, and keeps its version counter as it
+    was, so that autograd does not take that for a change (``torch.autograd._unsafe_preserve_version_counter``).
+    """
+    in_use = "torch.distributed.fsdp" in sys.modules and torch.distributed.is_available()
+    return in_use and torch.distributed.is_initialized()
 
 
 def on_whole(simulate: Callable[[torch.Tensor], torch.Tensor], tensor: Any) -> torch.Tensor:

@@ -11,6 +11,8 @@ from torch import nn
 from bitwright.kernels import Grid
 from bitwright.kernels.dispatch import same_elements
 
+from ._sharded import may_change_unseen
+
 __all__ = ["WeightMemory"]
 
 QParams = tuple[torch.Tensor | None, ...]
@@ -25,7 +27,7 @@ class WeightMemory:
     A state is recognised by the tensor's identity, address and version counter (which optimizers, ``load_state_dict``
     and every other in-place write advance) and by the version of the parameters. A write through ``.data`` advances no
     counter; it is noticed by comparing some of the elements where they can be read at once, that is on the CPU. On
-    other devices call ``forget`` after writing through ``.data``.
+    other devices call ``forget`` after writing through ``.data``. While FSDP may be in use nothing is remembered.
 
     Copies and pickles of a memory are empty.
 
@@ -101,7 +103,7 @@ class _State:
     @classmethod
     def of(cls, weight: torch.Tensor, qparams: QParams, grid: Grid) -> _State | None:
         """Return the present state, or None where later changes could not be noticed."""
-        if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta:
+        if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta or may_change_unseen():
             return None
         try:
             return cls(weight, qparams, grid)

@@ -14,7 +14,7 @@ from bitwright.kernels.grid import block_view_shape
 
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase
-from ._sharded import is_sharded
+from ._sharded import is_sharded, may_change_unseen
 from .observers import DistributionRangeCalculatorBase
 from .qscheme import QuantizationScheme
 from .range_calculator import MinMaxRangeCalculator
@@ -152,7 +152,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             return self._derive()
         learned: tuple[Any, ...] = tuple(self._parameters[name] for name in self._LEARNED)
         key = [(id(p), p.data_ptr() if type(p) is nn.Parameter else 0, p._version) for p in learned]
-        if self._derived is None or self._derived[0] != key:
+        if self._derived is None or self._derived[0] != key or may_change_unseen():
             with torch.no_grad():
                 self._derived = key, self._derive()
         return self._derived[1]

@@ -1,0 +1,92 @@
+"""Parameters that FSDP gathers anew have new values under an old version: nothing stale is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.config.spec import CompressionTargetTensor
+from bitwright.quantization import QuantizationSpec
+from bitwright.quantization.spec import QuantizationComponentFactory
+
+from . import processes
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    import torch.distributed.fsdp  # noqa: F401  (FSDP is in use)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def write_unseen(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Write as FSDP does."""
+    version = parameter._version
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+        parameter.copy_(values)
+    assert parameter._version == version
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_learned_step_is_read_at_every_call() -> None:
+    """The same parameter, address and version; another step."""
+    spec = QuantizationSpec(fake_quantize_cls="lsq", dtype="int8")
+    quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, CompressionTargetTensor.ACTIVATION)
+    x = torch.randn(4, 8)
+    quantizer(x)
+    quantizer.train()
+    step = quantizer.qparams_calculator.scale
+    write_unseen(step, torch.full_like(step, 0.25))
+    assert quantizer.calculate_qparams()[0] == 0.25
+    assert torch.equal(quantizer(x), (x / 0.25).round() * 0.25)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_weight_is_quantized_at_every_call(training: bool) -> None:
+    """An element that is none of those compared in the memory of a weight."""
+    spec = QuantizationSpec(dtype="int8")
+    quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, CompressionTargetTensor.WEIGHT)
+    weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    quantizer.train(training)
+    for _ in range(2):
+        quantizer(weight)
+    changed = weight.detach().clone()
+    changed[0, 1] = 100.0
+    write_unseen(weight, changed)
+    assert quantizer(weight)[0, 1] == pytest.approx(100.0, rel=1e-2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp_of_one_process_trains_as_without() -> None:
+    """The same numbers, bit for bit, at every step."""
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for sharded in (False, True):
+        quantizer, prepared = processes.prepare("eager", **processes.CALCULATORS["lsq"])
+        processes.start(quantizer, prepared, [0])
+        for layer in (prepared.first, prepared.second, prepared) if sharded else ():
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
+        losses = []
+        with quantizer.training_mode(prepared):
+            for step in range(12):
+                x, y = processes.batch(step, 0)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(prepared(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        results.append(losses)
+    assert results[0] == results[1]
