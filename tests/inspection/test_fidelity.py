@@ -519,6 +519,28 @@ class TestUse:
         model = chain(1)
         assert compare(model, prepared(model, per_tensor("eager")), {"input": data()[0]}).batches == 1
 
+    @MODES
+    @pytest.mark.parametrize("prepared_by_name", [False, True])
+    @pytest.mark.parametrize("given_by_name", [False, True])
+    def test_arguments_by_name_and_by_position(self, mode: str, prepared_by_name: bool, given_by_name: bool) -> None:
+        """Batches need not have the form of the example inputs of prepare()."""
+
+        class Sum(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(24, 4), nn.Linear(24, 4)
+
+            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return self.a(x) - 3 * self.b(y)
+
+        x, y = data()
+        model = Sum().eval()
+        quantizer = Quantizer(copy.deepcopy(model), per_tensor(mode))
+        named = {"y": y, "x": x}
+        compressed = quantizer.prepare((), example_kwargs=named) if prepared_by_name else quantizer.prepare((x, y))
+        report = compare(model, compressed, [named if given_by_name else (x, y)])
+        assert report.end_to_end.error.sqnr_db > 30
+
     def test_models_of_other_shapes_are_refused(self) -> None:
         """The layer is named."""
         other = chain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +54,9 @@ class GraphProbe(PairProbe):
         self._find_layers(program, reference)
         self._by_end = {ends[0]: site for site in self.layers if (ends := self._ends.get(site.name))}
         keep = {self._ends[site.name][0]: self._outside(site) for site in self.layers if site.name in self._ends}
-        self._own = GraphRun(self.reference, keep)
-        self._other = GraphRun(self.compressed)
+        names = [] if isinstance(reference, fx.GraphModule) else list(inspect.signature(reference.forward).parameters)
+        self._own = GraphRun(self.reference, keep, names)
+        self._other = GraphRun(self.compressed, names=names)
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
         """Run the graphs node by node, in step at the layers that both have; see the base class."""

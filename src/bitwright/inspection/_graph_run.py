@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,15 @@ class GraphRun:
     Args:
         module: the graph.
         keep: by node, further nodes whose values it needs, so that they live until it has run.
+        names: names of the arguments of the model that was captured, in order; by these, arguments find their places
+            where the graph takes by position what is given by name, or the other way round.
     """
 
-    def __init__(self, module: fx.GraphModule, keep: Mapping[fx.Node, list[fx.Node]] | None = None) -> None:
+    def __init__(
+        self, module: fx.GraphModule, keep: Mapping[fx.Node, list[fx.Node]] | None = None, names: Sequence[str] = ()
+    ) -> None:
         self.module = module
+        self.names = names
         self.nodes = list(module.graph.nodes)
         last: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
@@ -41,7 +46,7 @@ class GraphRun:
         Values may be replaced between steps.
         """
         self.values = {}
-        leaves = iter(_flat_inputs(self.module, inputs))
+        leaves = iter(_flat_inputs(self.module, inputs, self.names))
         for place, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.values[node] = next(leaves)
@@ -115,12 +120,18 @@ def _mapped(arguments: Any, value_of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_arg(arguments, value_of)
 
 
-def _flat_inputs(module: fx.GraphModule, inputs: Inputs) -> list[Any]:
+def _flat_inputs(module: fx.GraphModule, inputs: Inputs, names: Sequence[str]) -> list[Any]:
     codegen: Any = module.graph._codegen
     info = getattr(codegen, "pytree_info", None)
     if info is None:
         return [*inputs.args, *inputs.kwargs.values()]
-    kwargs_spec = info.in_spec.children()[1]
-    order = list(kwargs_spec.context or ())
-    kwargs = {key: inputs.kwargs[key] for key in order if key in inputs.kwargs}
-    return list(torch.utils._pytree.tree_leaves((tuple(inputs.args), kwargs)))
+    by_position, by_name = info.in_spec.children()
+    count = len(by_position.children())
+    args, kwargs = list(inputs.args[:count]), dict(inputs.kwargs)
+    kwargs |= dict(zip(names[count:], inputs.args[count:], strict=False))
+    for name in names[len(args) : count]:
+        if name not in kwargs:
+            break
+        args.append(kwargs[name])
+    kwargs = {key: kwargs[key] for key in by_name.context or () if key in kwargs}
+    return list(torch.utils._pytree.tree_leaves((tuple(args), kwargs)))
