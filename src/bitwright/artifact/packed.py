@@ -10,10 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bitwright._utils.parametrization import parametrize_tensor
+from bitwright.kernels.dispatch import undisturbed
+from bitwright.kernels.packed import PackedMatrix
 
 from .compress import compress_tensor
+from .lazy import LazyWeight
 from .sites import weight_sites
-from .tensors import CompressedTensor, build_tensor
+from .tensors import CompressedTensor, QuantizedTensor, build_tensor
 
 __all__ = ["PackedTensor", "pack_model", "pack_tensor", "replace_weight"]
 
@@ -43,8 +46,28 @@ class PackedTensor(nn.Module):
         return build_tensor(self.layout, parts)  # type: ignore[arg-type]
 
     def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the decoded tensor."""
+        """Return the decoded tensor, or one that is decoded when its numbers are wanted."""
+        if not _traced():
+            matrix = self._matrix_of_buffers()
+            if matrix is not None and matrix.runs_to(self.output_dtype):
+                return LazyWeight(matrix, self.output_dtype)
         return self.tensor.decode().to(self.output_dtype)
+
+    def _matrix_of_buffers(self) -> PackedMatrix | None:
+        """The buffers as a matrix of codes, made once and kept until they change."""
+        state = [(buffer, buffer._version) for buffer in self._buffers.values() if buffer is not None]
+        kept = self.__dict__.get("_kept")
+        if kept is None or len(kept[0]) != len(state) or any(
+            old is not new or before != now for (old, before), (new, now) in zip(kept[0], state, strict=True)
+        ):
+            tensor = self.tensor
+            kept = self.__dict__["_kept"] = (state, tensor.matrix() if isinstance(tensor, QuantizedTensor) else None)
+        matrix: PackedMatrix | None = kept[1]
+        return matrix
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: not the matrix, which is made of the buffers."""
+        return {key: value for key, value in self.__dict__.items() if key != "_kept"}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.output_dtype = fn(torch.empty(0, dtype=self.output_dtype)).dtype
@@ -59,6 +82,11 @@ class PackedTensor(nn.Module):
     def extra_repr(self) -> str:
         """Return shape and size as text."""
         return f"{self.layout.kind}, shape={tuple(self.layout.shape)}, {self.layout.nbytes} bytes"
+
+
+def _traced() -> bool:
+    """Whether somebody watches the operations, and has to see plain ones."""
+    return torch.compiler.is_compiling() or not undisturbed() or bool(torch._C._len_torch_function_stack())
 
 
 def pack_tensor(

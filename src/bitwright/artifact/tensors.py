@@ -10,6 +10,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from bitwright.formats import decode
+from bitwright.kernels.packed import PackedMatrix
 
 from .errors import ArtifactError
 from .layouts import DenseLayout, PalettizedLayout, QuantizedLayout, TensorLayout, dtype_name
@@ -168,8 +169,26 @@ class QuantizedTensor(CompressedTensor[QuantizedLayout]):
         minval = self.parts.get("minval")
         return None if minval is None else minval.float()
 
+    def matrix(self) -> PackedMatrix | None:
+        """Return the tensor in the form that is decoded in one pass over its bytes, None if it does not fit that."""
+        layout = self.layout
+        fmt = layout.number_format
+        blocks = PackedMatrix.blocks_of(self.shape, layout.block_size, fmt.bits)
+        if blocks is None or fmt.kind != "int" or self.is_sparse:
+            return None
+        flip = 1 << (fmt.bits - 1) if fmt.signed else 0
+        origins, points = self.minval(), self.zero_point() if layout.has_zero_points else None
+        subtracted = layout.quant_min if origins is not None else layout.zero_point or 0
+        return PackedMatrix(
+            self.parts["codes"].contiguous(), fmt.bits, flip, flip + int(subtracted), self.scale().contiguous(), points,
+            None if origins is None else origins.contiguous(), self.shape, *blocks,
+        )  # fmt: skip
+
     def decode(self) -> torch.Tensor:
         """Return the numbers that the codes stand for, with zeros where the mask drops entries."""
+        matrix = None if torch.compiler.is_compiling() else self.matrix()
+        if matrix is not None and matrix.runs_to(self.dtype):
+            return matrix.decode(self.dtype)
         dense = dequantize(
             self.codes(),
             self.scale(),

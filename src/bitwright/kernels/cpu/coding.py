@@ -35,7 +35,7 @@ from .lanes import (
 from .mapping import TILE, spread, tile_room
 from .walking import VECTOR, copy, element_bytes, first_part, next_part, vector_room
 
-__all__ = ["code_part"]
+__all__ = ["code_part", "rounded"]
 
 
 @inlined

@@ -34,6 +34,8 @@ __all__ = [
     "float_of_f16",
     "float_to_bits",
     "from_mask",
+    "interleave_high",
+    "interleave_low",
     "keep_first",
     "load_bf16",
     "load_f16",
@@ -44,6 +46,7 @@ __all__ = [
     "mask_bits",
     "maximum",
     "minimum",
+    "multiply_add",
     "peek_f32",
     "peek_f64",
     "peek_i16",
@@ -54,6 +57,7 @@ __all__ = [
     "poke_i16",
     "poke_i32",
     "poke_u8",
+    "reduce_add",
     "reduce_max",
     "reduce_min",
     "rint",
@@ -235,6 +239,25 @@ maximum = _operation(INTS, (INTS, INTS), lambda b, v, w: b.select(b.icmp_signed(
 minimum = _operation(INTS, (INTS, INTS), lambda b, v, w: b.select(b.icmp_signed("<", v, w), v, w))
 reduce_max = _operation(types.int32, (INTS,), lambda b, v: _call(b, f"llvm.vector.reduce.smax.v{LANES}i32", _I32, v))
 reduce_min = _operation(types.int32, (INTS,), lambda b, v: _call(b, f"llvm.vector.reduce.smin.v{LANES}i32", _I32, v))
+
+
+def _sum(builder: Any, value: Any) -> Any:
+    kind = ir.FunctionType(_F32, [_F32, value.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    return builder.call(function, [_F32(0.0), value], fastmath=("reassoc",))
+
+
+def _interleaved(start: int) -> Emit:
+    order = [place for lane in range(start, start + LANES // 2) for place in (lane, lane + LANES)]
+    return lambda b, v, w: b.shuffle_vector(v, w, ir.Constant(ir.VectorType(_I32, LANES), order))
+
+
+multiply_add = _operation(
+    FLOATS, (FLOATS, FLOATS, FLOATS), lambda b, v, w, c: _call(b, f"llvm.fmuladd.v{LANES}f32", FLOATS.vector, v, w, c)
+)
+reduce_add = _operation(types.float32, (FLOATS,), _sum)
+interleave_low = _operation(FLOATS, (FLOATS, FLOATS), _interleaved(0))
+interleave_high = _operation(FLOATS, (FLOATS, FLOATS), _interleaved(LANES // 2))
 
 
 def _store_mask(builder: Any, address: Any, mask: Any) -> None:

@@ -1,0 +1,134 @@
+"""What a packed weight reads as: a tensor that is decoded when an operation wants its numbers.
+
+Linear layers that are given few vectors, as when a language model writes token after token, are bound by the bytes of
+their weights; they multiply with the codes. Embeddings decode the rows that are looked up. All else sees the decoded
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from bitwright.kernels.packed import PackedMatrix
+
+__all__ = ["FEW_VECTORS", "SMALL_WEIGHT", "LazyWeight"]
+
+FEW_VECTORS = 4
+"""Up to so many vectors are multiplied with the codes; more are worth a decoded weight."""
+
+SMALL_WEIGHT = 1 << 16
+"""Weights of fewer elements are always decoded: multiplying with codes saves nothing while they fit into a cache."""
+
+# What can be answered without the numbers.
+_DESCRIBING = {
+    getter
+    for name in ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cpu", "is_cuda", "is_sparse")
+    for getter in (getattr(torch.Tensor, name).__get__,)
+} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__}
+
+
+class LazyWeight(torch.Tensor):
+    """A weight that stands for packed codes. Use it like a tensor; it cannot be written to.
+
+    Args:
+        matrix: the codes.
+        dtype: what they are decoded to.
+    """
+
+    matrix: PackedMatrix
+
+    @staticmethod
+    def __new__(cls, matrix: PackedMatrix, dtype: torch.dtype) -> LazyWeight:
+        """Make the tensor; see the class."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        weight: LazyWeight = make(cls, matrix.shape, dtype=dtype, device=matrix.scale.device)
+        weight.matrix = matrix
+        return weight
+
+    def decoded(self) -> torch.Tensor:
+        """Return the plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = self.dtype
+        return self.matrix.decode(dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with the codes where that pays, else with the decoded tensor."""
+        kwargs = kwargs or {}
+        if func in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        result = special(*args, **kwargs) if special is not None else None
+        return result if result is not None else func(*_plain(args), **_plain(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the function
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with the decoded tensor: operators that are called from C++."""
+        return func(*_plain(args), **_plain(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the decoded tensor."""
+        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """Return the decoded tensor."""
+        return self.decoded()
+
+
+def _plain(values: Any) -> Any:
+    return tree_map_only(LazyWeight, LazyWeight.decoded, values)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    """The layer, None where it is better computed with the decoded weight."""
+    if type(weight) is not LazyWeight or type(x) is not torch.Tensor or len(weight.shape) != 2:
+        return None
+    rows, length = weight.matrix.shape
+    fits = x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.shape[-1:] == (length,)
+    vectors = x.numel() // length
+    if not fits or not 0 < vectors <= FEW_VECTORS or rows * length < SMALL_WEIGHT:
+        return None
+    if torch.is_grad_enabled() and x.requires_grad:
+        return None
+    y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
+    return y if bias is None else y + bias
+
+
+def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The rows that are looked up, None where the operation does more than that."""
+    given: Mapping[str, Any] = dict(zip(_EMBEDDING, args, strict=False)) | kwargs
+    if type(weight) is not LazyWeight or type(ids) is not torch.Tensor or not ids.is_cpu or not ids.numel():
+        return None
+    numbers = ids.reshape(-1).long()
+    if any(given.get(name) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
+        return None
+    low, high = torch.aminmax(numbers)
+    if int(low) < 0 or int(high) >= weight.matrix.shape[0]:
+        return None  # torch has the error message
+    return weight.matrix.rows(numbers).decode(weight.dtype).view(*ids.shape, *weight.matrix.shape[1:])
+
+
+_EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def _aten_embedding(weight: Any, ids: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return _embedding(ids, weight)
+
+
+_SPECIAL: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
+    F.linear: _linear,
+    torch.ops.aten.linear.default: _linear,
+    F.embedding: _embedding,
+    torch.embedding: _aten_embedding,
+    torch.ops.aten.embedding.default: _aten_embedding,
+}

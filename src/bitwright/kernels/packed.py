@@ -1,0 +1,121 @@
+"""Matrices in packed integer codes, decoded or multiplied in one pass over their bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import reference
+from .dispatch import form_of
+from .layout import LANES, SMALL
+
+__all__ = ["PackedMatrix"]
+
+_BITS = (2, 4, 8)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedMatrix:
+    """A weight as rows of packed codes: dimension 0 by all others.
+
+    Attributes:
+        codes: the bytes; the first code of a byte lies in its lowest bits.
+        bits: bits of a code: 2, 4 or 8.
+        flip: the sign bit where codes are in two's complement, else 0.
+        common: what is subtracted from every code, ``flip`` included.
+        scale: float32, shape ``(rows / rows_in_block, length / block)``.
+        points: zero points of the blocks as int32, None for ``common`` alone.
+        origins: float32 minvals of the blocks, None for none.
+        shape: shape of the weight.
+        rows_in_block: rows that share a scale.
+        block: neighbours in a row that share a scale.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    flip: int
+    common: int
+    scale: torch.Tensor
+    points: torch.Tensor | None
+    origins: torch.Tensor | None
+    shape: tuple[int, ...]
+    rows_in_block: int
+    block: int
+
+    @staticmethod
+    def blocks_of(shape: tuple[int, ...], block_size: tuple[int, ...], bits: int) -> tuple[int, int] | None:
+        """Return rows and neighbours that share a scale, or None where the loops do not fit the blocks.
+
+        Args:
+            shape: shape of the weight.
+            block_size: shape of one block.
+            bits: bits of a code.
+        """
+        if bits not in _BITS or len(shape) < 2 or not math.prod(shape) or block_size[2:] != shape[2:]:
+            return None
+        block = math.prod(block_size[1:])
+        return (block_size[0], block) if block % (LANES * 8 // bits) == 0 else None
+
+    def runs_to(self, dtype: torch.dtype) -> bool:
+        """Return whether ``decode`` can be used here and now: tensors on the CPU, a usual dtype, nothing traces."""
+        return dtype in _FLOATS and self.scale.is_cpu and form_of(self.scale) is not reference
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight as float32, bfloat16 or float16; the numbers are those of ``kernels.dequantize``."""
+        from .cpu.native import DTYPES
+        from .cpu.packed import decode_packed_part
+
+        out = torch.empty(self.shape, dtype=dtype)
+        self._run(decode_packed_part, out, DTYPES[dtype])
+        return out
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T``; sums are added in another order than torch's.
+
+        Args:
+            x: float32, shape (vectors, length).
+
+        Returns:
+            float32, shape (vectors, rows).
+        """
+        from .cpu.packed import multiply_packed_part
+
+        vectors, rows = x.shape[0], self.shape[0]
+        planes = x.reshape(vectors, -1, LANES, 8 // self.bits).transpose(2, 3).contiguous()
+        out = torch.empty(vectors, rows)
+        self._run(multiply_packed_part, out, planes.data_ptr(), vectors, alive=planes)
+        return out
+
+    def rows(self, numbers: torch.Tensor) -> PackedMatrix:
+        """Return the matrix of some rows.
+
+        Args:
+            numbers: their numbers, int64, one-dimensional, each at least 0 and less than the number of rows.
+        """
+        blocks = numbers if self.rows_in_block == 1 else numbers // self.rows_in_block
+        codes = self.codes.view(self.shape[0], -1).index_select(0, numbers)
+        scale, points, origins = (
+            None if part is None else part.index_select(0, blocks) for part in (self.scale, self.points, self.origins)
+        )
+        assert scale is not None
+        shape = (numbers.numel(), *self.shape[1:])
+        return replace(
+            self, codes=codes, scale=scale, points=points, origins=origins, shape=shape, rows_in_block=1
+        )
+
+    def _run(self, kernel: Any, out: torch.Tensor, *more: int, alive: Any = None) -> None:
+        from .cpu.threads import run_parts, thread_count
+
+        rows, length = self.shape[0], math.prod(self.shape[1:])
+        arguments = (
+            self.codes.data_ptr(), self.bits, self.flip, self.common, self.scale.data_ptr(),
+            0 if self.points is None else self.points.data_ptr(),
+            0 if self.origins is None else self.origins.data_ptr(),
+            rows, length, self.rows_in_block, self.block, out.data_ptr(), *more,
+        )  # fmt: skip
+        threads = thread_count() if rows * length >= SMALL else 1
+        run_parts(kernel, arguments, threads, (self, out, alive))

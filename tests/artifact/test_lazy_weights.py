@@ -1,0 +1,116 @@
+"""Packed weights in use: layers with few vectors, embeddings, and everything else that is done with a weight."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.artifact.lazy import FEW_VECTORS, LazyWeight
+from bitwright.export.torch_program import packed_copy
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity
+from tests.measures import sqnr
+
+pytest.importorskip("numba")
+
+
+class Tied(nn.Module):
+    """A vocabulary that is embedding and head, two layers between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(512, 256)
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
+        self.head = nn.Linear(256, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.down(torch.relu(self.up(self.embed(tokens)))))
+
+
+@pytest.fixture(scope="module", params=["eager", "graph"])
+def models(request):
+    """The prepared model, and its copy with packed weights."""
+    torch.manual_seed(0)
+    spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    config = QuantizerConfig(global_config=module, execution_mode=request.param)
+    shapes = {"tokens": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}
+    tokens = torch.randint(0, 512, (2, 5))
+    prepared = Quantizer(Tied().eval(), config).prepare((tokens,), dynamic_shapes=shapes)
+    return prepared, packed_copy(prepared)
+
+
+@torch.no_grad()
+def test_few_tokens_are_multiplied_with_codes(models, monkeypatch):
+    """Close to the prepared model, and no weight is decoded for it but the rows that are looked up."""
+    prepared, packed = models
+    decoded = []
+    monkeypatch.setattr(LazyWeight, "decoded", lambda self: decoded.append(self))
+    for count in range(1, FEW_VECTORS + 1):
+        tokens = torch.randint(0, 512, (1, count))
+        assert sqnr(prepared(tokens), packed(tokens)) > 120
+    assert not decoded
+
+
+@torch.no_grad()
+def test_many_tokens_give_the_same_bits(models):
+    prepared, packed = models
+    tokens = torch.randint(0, 512, (2, 5))
+    assert torch.equal(packed(tokens), prepared(tokens))
+
+
+@torch.no_grad()
+def test_copies_and_changed_buffers(models):
+    """What was made of the buffers is not copied, and is made anew when they change."""
+    _, packed = models
+    tokens = torch.randint(0, 512, (1, 2))
+    expected = packed(tokens)
+    twin = copy.deepcopy(packed)
+    assert torch.equal(twin(tokens), expected)
+    for name, buffer in twin.named_buffers():
+        if name.endswith("scale"):
+            buffer.mul_(2)
+    assert not torch.equal(twin(tokens), expected)
+    assert torch.equal(packed(tokens), expected)
+    bare = copy.deepcopy(packed)
+    assert all("_kept" not in module.__dict__ for module in bare.modules())
+
+
+def _weight(models):
+    prepared, packed = models
+    if not hasattr(packed, "parametrizations") and not isinstance(packed.get_submodule("up"), nn.Linear):
+        pytest.skip("the graph has no layer to read a weight of")
+    return prepared.up.weight.detach(), packed.up.weight
+
+
+def test_a_weight_is_used_like_a_tensor(models):
+    plain, lazy = _weight(models)
+    assert isinstance(lazy, LazyWeight)
+    assert (lazy.shape, lazy.dtype, lazy.ndim, len(lazy)) == (plain.shape, plain.dtype, 2, len(plain))
+    for result in (lazy + 0, lazy[:], lazy.clone(), torch.stack([lazy])[0], lazy.T.T, pickle.loads(pickle.dumps(lazy))):
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, plain)
+    assert copy.deepcopy(lazy).equal(plain)
+    assert lazy.tolist() == plain.tolist()
+    assert lazy.numpy().shape == tuple(plain.shape)
+    assert "LazyWeight" not in repr(lazy)
+
+
+def test_gradients_reach_the_input(models):
+    """The codes are used for inference alone."""
+    plain, lazy = _weight(models)
+    x = torch.randn(2, 256, requires_grad=True)
+    F.linear(x, lazy).sum().backward()
+    assert torch.allclose(x.grad, plain.sum(0).expand(2, -1), atol=1e-4)
+
+
+def test_what_a_look_up_refuses_is_refused(models):
+    _, packed = models
+    with pytest.raises((IndexError, RuntimeError)):
+        packed(torch.tensor([[512]]))

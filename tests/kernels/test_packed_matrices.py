@@ -1,0 +1,103 @@
+"""Packed codes that are decoded, or multiplied, in one pass: the numbers of the reference kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bitwright.artifact.encode import quantized_tensor
+from bitwright.kernels import Grid, block_counts, reference
+from bitwright.kernels.packed import PackedMatrix
+
+pytest.importorskip("numba")
+
+
+@st.composite
+def tensors(draw):
+    """A quantized tensor whose blocks fit the loops."""
+    bits = draw(st.sampled_from([2, 4, 8]))
+    signed, minval = draw(st.booleans()), draw(st.booleans())
+    step = 128 // bits
+    block = (draw(st.integers(1, 3)), step * draw(st.integers(1, 3)))
+    shape = (block[0] * draw(st.integers(1, 4)), block[1] * draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        shape, block = (*shape, 3), (*block, 3)
+    low = -(1 << (bits - 1)) if signed else 0
+    dtype = getattr(torch, f"{'' if signed else 'u'}int{bits}")
+    grid = Grid(dtype, low, low + (1 << bits) - 1, "minval" if minval else "zp")
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    counts = block_counts(shape, block)
+    scale = torch.rand(counts, generator=generator) + 0.01
+    points = origins = None
+    if minval:
+        origins = torch.randn(counts, generator=generator)
+    elif draw(st.booleans()):
+        points = torch.randint(low, low + (1 << bits), counts, generator=generator, dtype=torch.int32)
+    codes = torch.randint(low, low + (1 << bits), shape, generator=generator).to(torch.int8 if signed else torch.uint8)
+    parts = (codes, scale, points, origins)
+    options = {"block_size": block, "grid": grid}
+    return parts, options, quantized_tensor(*parts, **options, dtype=torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_decoded_numbers_are_those_of_the_reference(case, dtype):
+    parts, options, packed = case
+    matrix = packed.matrix()
+    assert matrix.runs_to(dtype)
+    assert torch.equal(matrix.decode(dtype), reference.dequantize(*parts, **options, output_dtype=dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.integers(1, 3))
+def test_products_are_those_of_float64(case, vectors):
+    """Up to the rounding of float32 sums."""
+    parts, options, packed = case
+    weight = reference.dequantize(*parts, **options, output_dtype=torch.float32).flatten(1).double()
+    x = torch.randn(vectors, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    found = packed.matrix().multiply(x)
+    allowed = 1e-5 * (x.abs().double() @ weight.abs().T + 1)
+    assert bool(((found - x.double() @ weight.T).abs() <= allowed).all())
+
+
+@settings(max_examples=30, deadline=None)
+@given(tensors(), st.data())
+def test_rows_are_those_of_the_whole(case, data):
+    _, _, packed = case
+    numbers = torch.tensor(data.draw(st.lists(st.integers(0, packed.shape[0] - 1), min_size=1, max_size=9)))
+    found = packed.matrix().rows(numbers).decode(torch.float32)
+    assert torch.equal(found, packed.decode()[numbers])
+
+
+def test_several_threads_give_the_numbers_of_one():
+    """More rows than one thread is given."""
+    torch.manual_seed(0)
+    codes, scale = torch.randint(-8, 8, (1024, 512), dtype=torch.int8), torch.rand(1024, 16) + 0.1
+    grid = Grid(torch.int4, -8, 7, "zp")
+    packed = quantized_tensor(codes, scale, None, None, block_size=(1, 32), grid=grid, dtype=torch.float32)
+    expected = (codes.float().view(1024, 16, 32) * scale[..., None]).view(1024, 512)
+    x = torch.randn(2, 512)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(packed.decode(), expected)
+            found.append(packed.matrix().multiply(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "bits"),
+    [
+        ((4, 24), (1, 24), 4), ((4, 64), (1, 16), 4), ((64,), (64,), 4), ((4, 128), (1, 128), 3),
+        ((4, 32, 3), (1, 32, 1), 8),
+    ],
+)
+def test_blocks_that_do_not_fit_are_left_to_other_kernels(shape, block, bits):
+    assert PackedMatrix.blocks_of(shape, block, bits) is None
