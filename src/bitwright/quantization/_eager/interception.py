@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from bitwright._utils.call_frames import shielded, thread_frames
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
+
+from .recompute import checkpoint_here, repeat_with
 
 __all__ = ["CallSites", "CallTable", "FrameScope", "OpScope", "ShieldScope"]
 
@@ -60,12 +63,49 @@ class CallTable:
 
 
 class _Frame:
-    __slots__ = ("counts", "module", "table")
+    __slots__ = ("checkpoint", "counts", "module", "table")
 
-    def __init__(self, table: CallTable, module: nn.Module) -> None:
+    def __init__(self, table: CallTable, module: nn.Module, counts: Mapping[str, int] | None = None) -> None:
         self.table = table
         self.module = module
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = dict(counts or {})
+        #: The checkpoint within which the frame begins; it repeats the frame as a whole.
+        self.checkpoint = checkpoint_here(module.training)
+
+    def note_checkpoint(self) -> None:
+        """Have a checkpoint that began within the frame repeat its function in a frame that goes on from here."""
+        checkpoint = checkpoint_here(self.module.training)
+        if checkpoint is not None and checkpoint is not self.checkpoint:
+            repeat_with(checkpoint, partial(_Repeated, self.table, self.module, dict(self.counts)))
+
+
+class _Repeated:
+    """A function that is computed again, with the frame that it had at first."""
+
+    def __init__(
+        self, table: CallTable, module: nn.Module, counts: Mapping[str, int], function: Callable[..., Any]
+    ) -> None:
+        self._frame = table, module, counts
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _in_frame(_Frame(*self._frame), self._function, args, kwargs)
+
+
+def _in_frame(frame: _Frame, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    frames = thread_frames
+    frames.stack.append(frame)
+    try:
+        if frames.mode is not None:
+            return run(*args, **kwargs)
+        with _InterceptMode() as mode:
+            frames.mode = mode
+            try:
+                return run(*args, **kwargs)
+            finally:
+                frames.mode = None
+    finally:
+        frames.stack.pop()
 
 
 class _InterceptMode(TorchFunctionMode):
@@ -83,6 +123,7 @@ class _InterceptMode(TorchFunctionMode):
             if base in QUANTIZER_EAGER_OPS:
                 _report_unplanned(table, base, (args, kwargs))
             return func(*args, **(kwargs or {}))
+        frame.note_checkpoint()
         number = frame.counts.get(base, 0)
         frame.counts[base] = number + 1
         call = f"{base}_{number}" if number else base
@@ -206,19 +247,7 @@ class FrameScope(ForwardScope):
         self.table = table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frames = thread_frames
-        frames.stack.append(_Frame(self.table, self.module))
-        try:
-            if frames.mode is not None:
-                return self.run(*args, **kwargs)
-            with _InterceptMode() as mode:
-                frames.mode = mode
-                try:
-                    return self.run(*args, **kwargs)
-                finally:
-                    frames.mode = None
-        finally:
-            frames.stack.pop()
+        return _in_frame(_Frame(self.table, self.module), self.run, args, kwargs)
 
 
 class ShieldScope(ForwardScope):
