@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import warnings
@@ -26,7 +28,8 @@ KINDS = ("w8", "w8a8", "qat")
 MODES = ("graph", "eager")
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "architectures.json"
-# Seconds for the three runs of a row; coreai-opt prepares some of these in minutes.
+# Seconds of processor time for the three runs of a row, which other work on the machine does not use up; coreai-opt
+# prepares some of these in minutes.
 LIMIT = 300
 
 
@@ -105,14 +108,9 @@ def run(interpreter: str, package: str, name: str, mode: str) -> dict[str, str]:
     """Return how the runs of one architecture end in another process; one that hangs is stopped."""
     call = [interpreter, str(Path(__file__).resolve()), "--one", package, name, mode]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    try:
-        done = subprocess.run(call, capture_output=True, text=True, timeout=LIMIT, env=environment)
-        lines = done.stdout.splitlines()
-    except subprocess.TimeoutExpired as error:
-        lines = (error.stdout or b"").decode().splitlines()
-        done = None
-    found = {row[0]: row[1] for line in lines if line.startswith("[") for row in [json.loads(line)]}
-    missing = f"more than {LIMIT} s" if done is None else "the process ended"
+    done = subprocess.run(call, capture_output=True, text=True, env=environment)
+    found = {row[0]: row[1] for line in done.stdout.splitlines() if line.startswith("[") for row in [json.loads(line)]}
+    missing = f"more than {LIMIT} s" if done.returncode == -signal.SIGXCPU else "the process ended"
     return {kind: found.get(kind, missing) for kind in KINDS}
 
 
@@ -158,6 +156,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 10))
         for one in KINDS:
             print(json.dumps([one, attempt(sys.argv[2], sys.argv[3], sys.argv[4], one)]), flush=True)
     else:
