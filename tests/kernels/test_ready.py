@@ -124,6 +124,21 @@ def test_memory_of_large_results_is_used_again() -> None:
     assert memory.idle_bytes() <= 256 << 20
 
 
+def test_small_pieces_share_blocks_and_never_memory() -> None:
+    """What waits for the backward pass is cut from common blocks, which are idle again after their last piece."""
+    gc.collect()
+    pieces = [memory.lasting_bytes(size) for size in (1 << 20, 9999, 1 << 19, 3 << 20, 1 << 20, 100, 1 << 20, 1 << 20)]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 16 == 0
+        piece.fill_(number)
+    for number, piece in enumerate(pieces):
+        assert bool((piece == number).all())
+    del piece
+    before = memory.idle_bytes()
+    pieces.clear()
+    assert memory.idle_bytes() > before
+
+
 def test_large_results_are_like_any_other() -> None:
     """They are written by torch, saved for the backward pass, viewed, moved between dtypes and shared."""
     x = torch.randn(1 << 21, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from typing import Any
@@ -120,12 +121,10 @@ def _held(layers: int, codes: bool) -> int:
             raw = getattr(node, name, None)
             if raw is not None:
                 data = raw.data
-                if isinstance(data, tuple):
-                    seen([data[0]])
-                elif isinstance(data, torch.Tensor):
+                if isinstance(data, torch.Tensor):
                     seen([data])
                 else:
-                    seen([data.coded._codes])
+                    seen([data.coded._codes if hasattr(data, "coded") else data.saved])
         node = node.next_functions[0][0] if node.next_functions else None
     return sum(sizes.values())
 
@@ -135,6 +134,86 @@ def test_a_quarter_of_the_memory() -> None:
     weight = 128 * 128 * 4
     assert _held(4, codes=False) == 4 * 512 * 128 * 4 + weight
     assert _held(4, codes=True) == 4 * 512 * 128 + weight
+
+
+def _relu_case(form: str, x: torch.Tensor, codes: bool, in_place: bool) -> tuple[list[torch.Tensor], bool]:
+    """Two gradients of a ReLU before a fake quantizer and another reader; whether its result outlives the forward."""
+    before = kernels.set_form(form)
+    try:
+        with saved_as_codes() if codes else contextlib.nullcontext():
+            relu = torch.relu_ if in_place else torch.relu
+            r = relu(x * 1)
+            made = (torch.tensor([0.02]), torch.tensor([-128], dtype=torch.int32), None)
+            y = kernels.fake_quantize(r, *made, block_size=tuple(x.shape), grid=INT8)
+            total = y.float().nan_to_num().sum() + (r[0] * 0.3).float().nan_to_num().sum()
+        storage = r.untyped_storage()
+        del r, y
+        kept = torch._C._storage_Use_Count(storage._cdata) > 1  # type: ignore[attr-defined]
+        return [torch.autograd.grad(total, x, retain_graph=keep)[0] for keep in (True, False)], kept
+    finally:
+        kernels.set_form(before)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 1 << 17), (3, 5, 211, 97)])
+def test_a_relu_before_a_fake_quantizer_keeps_signs_only(
+    shape: tuple[int, ...], dtype: torch.dtype, codes: bool, in_place: bool
+) -> None:
+    """Its result, which nobody reads any more, is freed; gradients are the same bits, twice, and for every reader."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x.view(-1)[::7] = 0.0
+    x.view(-1)[3:6] = torch.tensor([math.nan, math.inf, -0.0])
+    if len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    mine, kept = _relu_case("auto", x, codes, in_place)
+    expected, kept_before = _relu_case("reference", x, codes, in_place)
+    assert not kept
+    assert kept_before
+    for first, second in zip(mine, expected, strict=True):
+        assert_same(first, second)
+
+
+def test_a_second_derivative_through_a_relu_that_keeps_signs() -> None:
+    """The graph of the gradient does not end where the signs are read."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    r = torch.relu(x)
+    y = kernels.fake_quantize(r, torch.tensor([0.02]), None, None, block_size=(1 << 18,), grid=INT8)
+    alive = r.detach() > 0
+    (first,) = torch.autograd.grad((r * y).sum() + (r * r).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    inside = y.detach() < 127 * 0.02 - 0.005
+    assert torch.equal(second[alive & inside], torch.full_like(second[alive & inside], 4.0))
+    assert not second[~alive].any()
+
+
+def test_hooks_of_others_on_a_relu_stay() -> None:
+    """Who replaces saved tensors, as a checkpoint does, sees the ReLU's result and gives it back."""
+    seen: list[torch.Tensor] = []
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        seen.append(saved)
+        return saved
+
+    x = torch.randn(1 << 18, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        r = torch.relu(x)
+        y = kernels.fake_quantize(r, torch.tensor([0.1]), None, None, block_size=(1 << 18,), grid=INT8)
+    y.sum().backward()
+    assert any(torch.equal(saved, r) for saved in seen if saved.dtype == r.dtype)
+
+
+def test_a_relu_changed_before_the_fake_quantizer_is_still_an_error() -> None:
+    """Signs are not taken of a result that is no longer what the ReLU made."""
+    x = torch.randn(1 << 18, requires_grad=True)
+    r = torch.relu(x)
+    with torch.no_grad():
+        r.add_(1)
+    y = kernels.fake_quantize(r, torch.tensor([0.1]), None, None, block_size=(1 << 18,), grid=INT8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_tensors_with_nan_are_kept() -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .grid import Grid
 
-__all__ = ["mark", "marking", "pack", "saved_as_codes"]
+__all__ = ["mark", "marking", "pack", "replace_saved", "saved_as_codes"]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
@@ -78,6 +78,42 @@ class _View:
         self.geometry = (saved.shape, saved.stride(), saved.storage_offset())
 
 
+class _Kept:
+    """A saved tensor that is kept as it is, until ``replace_saved`` finds a smaller form."""
+
+    __slots__ = ("remake", "saved", "version")
+
+    def __init__(self, saved: torch.Tensor) -> None:
+        # Detached, because an operation may save its own result, which would then hold itself through the graph.
+        self.saved: torch.Tensor | None = saved.detach()
+        self.version = saved._version
+        self.remake: Callable[[], torch.Tensor] | None = None
+
+
+def replace_saved(saved_tensor: Any, shrink: Callable[[], Callable[[], torch.Tensor]]) -> None:
+    """Keep something smaller in place of a tensor that an operation has saved already.
+
+    Nothing happens where hooks of somebody else are in force for it.
+
+    Args:
+        saved_tensor: the ``_raw_saved_...`` attribute of a node of the graph.
+        shrink: notes what is kept, and returns the function that makes a tensor of it, of the same shape, strides and
+            dtype, which the operation may take for its own.
+    """
+    once = [shrink]
+    del shrink  # autograd holds on to the hook, which must not hold on to the tensor
+    try:
+        saved_tensor.register_hooks(lambda _: once.pop()(), _remade)
+    except RuntimeError:
+        own = getattr(saved_tensor, "data", None)  # what `pack` returned
+        if type(own) is _Kept and own.saved is not None:
+            own.remake, own.saved = once.pop()(), None
+
+
+def _remade(remake: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return remake()
+
+
 def marking(y: torch.Tensor) -> bool:
     """Return whether a result is to be marked: ``saved_as_codes`` is in force here, and the result is large enough."""
     least: int | None = getattr(_local, "minimum", None)
@@ -106,19 +142,20 @@ def pack(saved: torch.Tensor) -> Any:
         coded = getattr(whole, _MARK, None)
     if coded is not None and whole.storage_offset() == 0 and coded.encode(whole):
         return _View(coded, saved)
-    # Detached, because an operation may save its own result, which would then hold itself through the graph.
-    return saved.detach(), saved._version
+    return _Kept(saved)
 
 
-def _unpack(kept: Any) -> torch.Tensor:
+def _unpack(kept: _View | _Kept) -> torch.Tensor:
     if isinstance(kept, _View):
         return kept.coded.decode().as_strided(*kept.geometry)
-    saved: torch.Tensor
-    saved, version = kept
-    if saved._version != version:
+    saved = kept.saved
+    if saved is None:
+        assert kept.remake is not None
+        return kept.remake()
+    if saved._version != kept.version:
         raise RuntimeError(
             "A tensor needed for the gradient has been changed by an in-place operation since it was saved: it has "
-            f"shape {tuple(saved.shape)} and is at version {saved._version}, expected version {version}."
+            f"shape {tuple(saved.shape)} and is at version {saved._version}, expected version {kept.version}."
         )
     return saved
 

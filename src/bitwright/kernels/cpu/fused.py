@@ -15,16 +15,17 @@ from torch.autograd.graph import increment_version
 
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import LANES, Layout, dense, layout_of
+from bitwright.kernels.layout import LANES, SMALL, Layout, dense, layout_of
 from bitwright.kernels.reference import check_fit, check_running, is_state
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_part, finish, observe_rows
 from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
-from .memory import empty_like
+from .memory import empty_like, lasting_bytes
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import HIGHEST, LOWEST, accumulate, extremes
+from .relu import keep_signs
 from .threads import part_count, run_parts, thread_count
 
 __all__ = [
@@ -103,7 +104,7 @@ def _map(op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, g
 
 
 def _new_mask(layout: Layout) -> torch.Tensor:
-    return torch.empty(2 * layout.words, dtype=torch.uint8)
+    return lasting_bytes(2 * layout.words)
 
 
 def _mask_length(layout: Layout) -> int:
@@ -132,6 +133,8 @@ def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layou
 def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor], layout: Layout) -> torch.Tensor:
     """Call ``forward`` with a mask for the gradient if one is wanted."""
     if x.requires_grad and torch.is_grad_enabled():
+        if x.numel() >= SMALL:
+            keep_signs(x, _threads(layout.numel))
         return straight_through(x, forward, _new_mask(layout), partial(apply_mask, layout=layout))
     return forward(None)
 
@@ -400,7 +403,7 @@ def encode(
     """
     flat, order = dense(y)
     given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
-    codes = torch.empty(flat.numel(), dtype=torch.uint8)
+    codes = lasting_bytes(flat.numel())
     failed = torch.zeros(1, dtype=torch.int32)
     _code(1, flat, codes, failed, given)
     return None if failed.item() else codes

@@ -3,6 +3,11 @@
 A tensor of many megabytes gets fresh memory from the system at every call, and the system clears it page by page while
 the kernel writes, which takes as long as the kernel itself, or longer. Memory that nobody uses any more is therefore
 kept for the next results, unless they turn out to be of other sizes.
+
+Smaller results gain in another way. In training they come and go, or stay until the backward pass, between the
+tensors of other operations, and leave holes in the allocator's memory that fit none of these later: the memory of a
+step then grows far beyond what is alive. Results, and the masks and codes that wait for the backward pass, therefore
+lie in blocks of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import itertools
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,12 +29,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["LARGE", "empty_like", "idle_bytes"]
+__all__ = ["LARGE", "empty_like", "idle_bytes", "lasting_bytes"]
 
-LARGE = 4 << 20
+LARGE = 1 << 18
 # A block that none of so many further results had the size of goes back to the system.
 _PATIENCE = 8
 _HUGE_PAGE = 2 << 20
+_SMALL_UNIT = 1 << 16
+# Pieces of at least the first and at most the second size are cut from common blocks of the third.
+_LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 20, 4 << 20
+_ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 _MADV_HUGEPAGE = 14
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -55,14 +65,19 @@ def _advise() -> Callable[[int, int, int], int] | None:
 
 
 class _Block:
-    """Memory that starts at a huge page."""
+    """Memory of its own; whole huge pages start at one."""
 
     __slots__ = ("first", "idle_since", "memory", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.idle_since = 0
-        self.memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        huge = size % _HUGE_PAGE == 0
+        length = size + _HUGE_PAGE if huge else size
+        self.memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.first = 0
+        if not huge:
+            return
         address = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
         self.first = -address % _HUGE_PAGE
         advise = _advise()
@@ -89,7 +104,8 @@ class _Blocks:
     def lend(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of so many bytes; it comes back when the array dies."""
         self._now = number = next(self._count)
-        block = self._find(-(-size // _HUGE_PAGE) * _HUGE_PAGE)
+        unit = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _SMALL_UNIT
+        block = self._find(-(-size // unit) * unit)
         view = np.frombuffer(block.memory, dtype=np.uint8, count=size, offset=block.first)
         self._lent[number] = weakref.ref(view, lambda _: self._take_back(number)), block
         return view
@@ -126,10 +142,42 @@ def idle_bytes() -> int:
     return _blocks.idle_bytes()
 
 
-def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+class _Common(threading.local):
+    """The block that a thread cuts pieces from. The pieces keep it alive; with the last one it is idle again."""
+
+    def __init__(self) -> None:
+        self._block: Callable[[], Any] = lambda: None
+        self._used = 0
+
+    def cut(self, size: int) -> torch.Tensor:
+        block = self._block()
+        if block is None or self._used + size > _COMMON:
+            block = _blocks.lend(_COMMON)
+            self._block, self._used = weakref.ref(block), 0
+        piece = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=self._used)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return piece
+
+
+_common = _Common()
+_HAS_BLOCKS = hasattr(mmap, "MAP_ANONYMOUS")
+
+
+def lasting_bytes(size: int) -> torch.Tensor:
+    """Return a 1-D ``uint8`` tensor with arbitrary content for something that is kept until the backward pass."""
+    if size < _LEAST_PIECE or not (_COMMON <= _MOST_IDLE and _HAS_BLOCKS):
+        return torch.empty(size, dtype=torch.uint8)
+    if size <= _MOST_PIECE:
+        return _common.cut(size)
+    if size <= _MOST_IDLE:
+        return torch.frombuffer(_blocks.lend(size), dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
     """``torch.empty_like`` for a plain CPU tensor without holes, for results that a kernel writes in full."""
     size = x.numel() * (x.dtype if dtype is None else dtype).itemsize
-    if LARGE <= size <= _MOST_IDLE and hasattr(mmap, "MAP_ANONYMOUS"):
+    if LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS:
         storage = torch.frombuffer(_blocks.lend(size), dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype or x.dtype).set_(storage, 0, x.shape, x.stride())
-    return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype, device=device)
