@@ -53,10 +53,11 @@ def repeat_with(checkpoint: Any, wrap: Callable[[Callable[..., Any]], Callable[.
 def _by_hook() -> Any:
     """A checkpoint that is not reentrant is in force as a hook on saved tensors."""
     hooks = _hooks(True)
-    code = getattr(hooks[0], "__code__", None) if hooks else None
+    pack: Any = hooks[0] if hooks else None
+    code = getattr(pack, "__code__", None)
     if code is None or code.co_filename != _reentrant_forward.co_filename or "frame" not in code.co_freevars:
         return None
-    return hooks[0].__closure__[code.co_freevars.index("frame")].cell_contents
+    return pack.__closure__[code.co_freevars.index("frame")].cell_contents
 
 
 def _by_caller() -> Any:
