@@ -76,14 +76,15 @@ def test_positions_are_exact(function: Callable[..., Any], mode: str) -> None:
         (lambda s, x: torch.where((x * 2) == 4, 1.0, 0.0).cumsum(0), []),
         (lambda s, x: ((y := x * 2) - y.floor()).cumsum(0), ["sub"]),
         (lambda s, x: torch.sin(x * 50).cumsum(0), []),
-        (lambda s, x: torch.sin(x * 50 * s.gain).cumsum(0), ["mul"]),
+        (lambda s, x: torch.sin(x * 50 * s.gain).cumsum(0), []),
+        (lambda s, x: torch.sin((x * s.gain).cumsum(0) * 50 * s.gain).cumsum(0), ["mul"]),
         (lambda s, x: F.grid_sample(s.image, (x.view(1, 2, 2, 2) * 2), align_corners=False).cumsum(0), []),
         (lambda s, x: (x * 7 + 1).cumsum(0), ["add", "mul"]),
     ],
-    ids=["index", "bucket", "rounded", "flag", "fraction", "angle", "learned-angle", "coordinate", "number"],
+    ids=["index", "bucket", "rounded", "flag", "fraction", "angle", "fourier", "learned-angle", "coordinate", "number"],
 )
 def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[str], mode: str) -> None:
-    """Ops that only make such values; one that makes numbers besides, or angles with a parameter, is simulated."""
+    """Ops that only make such values; one that makes numbers besides, or angles of learned numbers, is simulated."""
 
     class Holder(Lambda):
         def __init__(self) -> None:

@@ -54,25 +54,34 @@ def exact_values(program: Program) -> ExactValues:
 
     A value that is rounded to an integer, or names a place, counts even if other ops read it too; so does what comes
     out of an inverse. One that becomes a flag counts if nothing else reads it, or if it is made of integers and
-    constants only, as masks are; one that is an angle if no parameter has a part in it: networks of sines are trained
-    with the angles that they have; one that is a divisor or under a root if nothing else reads it.
+    constants only, as masks are; one that is a divisor or under a root if nothing else reads it; an angle too, unless
+    no parameter has a part in it. Coordinates that are given to the model count where a weight turns them into angles,
+    as random Fourier features do.
     """
     found = ExactValues()
     learned = _descendants(program, set())
+    turning: set[int] = set()
     measured = _descendants(program, {id(value) for value in program.inputs if value.dtype.is_floating_point})
     outputs = {id(value) for value in program.outputs}
     inverses = _inverses(program)
     for op in reversed(program.ops):
         for value in op.outputs:
-            if id(value) not in outputs and (id(value) in inverses or _only_needed_exactly(value, found, learned)):
+            if id(value) not in outputs and (id(value) in inverses or _only_needed_exactly(value, found)):
                 found.values.add(id(value))
         floats = [value for value in op.outputs if value.dtype.is_floating_point]
-        if floats and all(id(value) in found.values for value in floats) and not _reads_parameter(op):
-            found.ops.add(id(op))
+        if floats and all(id(value) in found.values for value in floats):
+            turns = all(_is_angle(use) or id(use.op) in turning for value in floats for use in value.uses)
+            if turns:
+                turning.add(id(op))
+            given = not any(id(argument.value) in learned for argument in op.arguments)
+            if not _reads_parameter(op) or (turns and given):
+                found.ops.add(id(op))
         found.values.update(
             id(use.value)
             for use in op.arguments
-            if _is_rounded(use) or _is_angle(use, learned) or (_is_flag(use) and id(use.value) not in measured)
+            if _is_rounded(use)
+            or (_is_angle(use) and id(use.value) not in learned)
+            or (_is_flag(use) and id(use.value) not in measured)
         )
     return found
 
@@ -100,9 +109,9 @@ def _reads_parameter(op: Op) -> bool:
     return any(argument.value.state is not None and argument.value.state.is_parameter for argument in op.arguments)
 
 
-def _only_needed_exactly(value: Value, found: ExactValues, learned: set[int]) -> bool:
+def _only_needed_exactly(value: Value, found: ExactValues) -> bool:
     return bool(value.uses) and all(
-        id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use, learned) or _is_relative(use)
+        id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use) or _is_relative(use)
         for use in value.uses
     )
 
@@ -135,8 +144,8 @@ def _is_flag(use: Argument) -> bool:
     return kind in _FLAGS or (kind in _CASTS and _result(use.op) == "flag")
 
 
-def _is_angle(use: Argument, learned: set[int]) -> bool:
-    return canonical_name(use.op.type) in _ANGLES and id(use.value) not in learned
+def _is_angle(use: Argument) -> bool:
+    return canonical_name(use.op.type) in _ANGLES
 
 
 def _result(op: Op) -> str:
