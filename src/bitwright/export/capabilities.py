@@ -140,11 +140,10 @@ def _row_support(row: PlanRow, target: str) -> Support:
         assert isinstance(row.spec, QuantizationSpec)
         return activation_support(target, row.spec)
     assert row.spec is not None
-    linear = len(row.shape) == 2
     if isinstance(row.spec, PruningSpec):
-        return weight_support(target, sample_weight((_HALF,), (8, 8), row.dtype), linear=linear)
+        return weight_support(target, sample_weight((_HALF,), (8, 8), row.dtype), linear=row.linear)
     specs = (_HALF, row.spec) if row.masked else (row.spec,)
-    return weight_support(target, sample_weight(specs, _sample_shape(row), row.dtype), linear=linear)
+    return weight_support(target, sample_weight(specs, _sample_shape(row), row.dtype), linear=row.linear)
 
 
 def _sample_shape(row: PlanRow) -> tuple[int, ...]:

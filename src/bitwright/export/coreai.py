@@ -56,6 +56,7 @@ def export_coreai(
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     with converting("coreai-torch"):
         program = program.run_decompositions(coreai_torch.get_decomp_table())
+        _name_palettes(program)
         converter = coreai_torch.TorchConverter()
         converter.add_exported_program(program)
         converted = converter.to_coreai()
@@ -64,6 +65,24 @@ def export_coreai(
         target.parent.mkdir(parents=True, exist_ok=True)
         converted.save_asset(target)
     return target
+
+
+def _name_palettes(program: torch.export.ExportedProgram) -> None:
+    """Give operands of palettes the names by which coreai-torch tells them apart.
+
+    It takes the first one whose name contains "lut" for the table, which names of modules such as "convolution" do.
+    """
+    inputs = {spec.arg.name: spec.arg for spec in program.graph_signature.input_specs}
+    named: set[torch.fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or str(node.target) != "coreai.lut_to_dense.default":
+            continue
+        for operand, name in zip(node.args[:2], ("indices", "lut"), strict=True):
+            if operand.op == "placeholder" and operand not in named:
+                argument = inputs[operand.name]
+                operand._rename(f"palette_{len(named)}_{name}")
+                argument.name = operand.target = operand.name
+                named.add(operand)
 
 
 def run_coreai(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

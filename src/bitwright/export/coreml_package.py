@@ -15,6 +15,7 @@ from bitwright.common import ExportBackend
 from bitwright.program.graph import plain_attention
 
 from .conversion import converting, finalized_copy
+from .coreml_ops import register_missing_ops
 from .extras import require
 
 __all__ = ["compressed_constants", "export_coreml"]
@@ -61,6 +62,8 @@ def export_coreml(
         traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
             finalized, example_inputs, check_trace=False
         )
+    _replace_copies(traced)
+    register_missing_ops()
     with converting("coremltools"):
         half = precision == "float16"
         package = coremltools.convert(
@@ -96,6 +99,23 @@ def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
         if operation.op_type.startswith("constexpr_") and not any(kind.startswith("constexpr_") for kind in inner):
             for output, value in zip(operation.outputs, _decoded(operation), strict=True):
                 yield output.name, torch.from_numpy(value.copy())
+
+
+def _replace_copies(traced: Any) -> None:
+    """Let whole tensors that quantized results are copied into, as of ``x.add_(y)``, be the results.
+
+    coremltools has copies into selections and slices only. Whoever reads the tensor afterwards reads what ``copy_``
+    returned: so it is recorded.
+    """
+    called = [module for module in traced.modules() if module._c._has_method("forward")]
+    for module in called:
+        for node in list(module.graph.nodes()):
+            if node.kind() != "aten::copy_":
+                continue
+            target, value, _ = node.inputs()
+            if target.node().kind() not in ("aten::select", "aten::slice", "aten::empty"):
+                node.output().replaceAllUsesWith(value)
+                node.destroy()
 
 
 def _decoded(operation: Any) -> tuple[Any, ...]:

@@ -28,7 +28,9 @@ def packed_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a prepared model whose weights stay packed in memory and are decoded on use.
 
     Activation simulators become plain arithmetic, so the copy needs nothing of Bitwright once it is exported. It
-    computes what the prepared model computes, bit for bit; batch norms that graph mode folds are folded.
+    computes what the prepared model computes, bit for bit; batch norms that graph mode folds are folded. On the CPU,
+    large linear layers that are given up to four vectors multiply with the codes: that saves reading the decoded
+    weight, and adds in another order, about 120 dB from the prepared model.
 
     Args:
         model: prepared in eager or graph mode; not changed. Tensors that compression does not touch are shared.

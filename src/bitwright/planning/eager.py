@@ -108,7 +108,7 @@ class PlanBuilder:
         self.plan.rows.append(
             PlanRow(
                 state.name, "weight", shape, dtype, resolution.spec, decision.rule, group, resolution.block_size, dense,
-                packed, note, CompressionType.PRUNING in kinds_on(stack),
+                packed, note, CompressionType.PRUNING in kinds_on(stack), state.is_linear,
             )
         )  # fmt: skip
 

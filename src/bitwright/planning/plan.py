@@ -114,6 +114,7 @@ class PlanRow:
         compressed_bytes: bytes of the packed artifact, scales and offsets included (weights only).
         note: why, where that is not obvious.
         masked: whether a pruning mask stands on the weight already.
+        linear: whether it is the weight of linear layers alone.
     """
 
     tensor: str
@@ -128,6 +129,7 @@ class PlanRow:
     compressed_bytes: int = 0
     note: str = ""
     masked: bool = False
+    linear: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON-compatible data."""

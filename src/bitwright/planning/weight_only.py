@@ -185,7 +185,7 @@ class _Builder:
         self.plan.rows.append(
             PlanRow(
                 state.name, "weight", tuple(state.tensor.shape), dtype, resolution.spec, decision.rule, group,
-                resolution.block_size, dense, packed, note, CompressionType.PRUNING in kinds_on(stack),
+                resolution.block_size, dense, packed, note, CompressionType.PRUNING in kinds_on(stack), state.is_linear,
             )
         )  # fmt: skip
 

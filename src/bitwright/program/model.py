@@ -71,6 +71,12 @@ class StateTensor:
         """Local attribute names, without repeats, in order of the owners."""
         return tuple(dict.fromkeys(attribute for _, attribute in self.owners))
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the ``weight`` of linear layers and nothing else reads it, such as an embedding."""
+        reads = [(use.op.type, use.name) for use in self.uses]
+        return bool(reads) and set(reads) == {("linear", "weight")} and self.attributes == ("weight",)
+
 
 @dataclass(eq=False, slots=True)
 class StateView:

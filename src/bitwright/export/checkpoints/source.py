@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
@@ -9,6 +11,8 @@ from bitwright.artifact import Artifact
 from bitwright.export.conversion import is_prepared_graph
 
 __all__ = ["artifact_of_weights", "linear_weights"]
+
+_LINEAR, _EMBEDDING = torch.ops.aten.linear.default, torch.ops.aten.embedding.default
 
 
 def artifact_of_weights(model: nn.Module) -> Artifact:
@@ -23,14 +27,17 @@ def artifact_of_weights(model: nn.Module) -> Artifact:
 
 
 def linear_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights that linear layers multiply with; in a graph, that ``linear`` ops do."""
+    """Return the names of the weights that linear layers multiply with; in a graph, that ``linear`` ops alone do."""
     if not (is_prepared_graph(model) and isinstance(model, fx.GraphModule)):
-        linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
-        return {f"{path}.weight" if path else "weight" for path in linear}
-    found = set()
-    for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
-        source = node.args[1]
-        while source.op == "call_module":  # a simulator, or a fold of a batch norm into the weight
-            source = source.args[0]
-        found.add(str(source.target))
-    return found
+        paths = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+        return {f"{path}.weight" if path else "weight" for path in paths}
+    linear = {_source(node.args[1]) for node in model.graph.find_nodes(op="call_function", target=_LINEAR)}
+    looked_up = {_source(node.args[0]) for node in model.graph.find_nodes(op="call_function", target=_EMBEDDING)}
+    return linear - looked_up
+
+
+def _source(node: Any) -> str:
+    """Name of the parameter that a weight is made of."""
+    while node.op == "call_module":  # a simulator, or a fold of a batch norm into the weight
+        node = node.args[0]
+    return str(node.target)

@@ -1,0 +1,128 @@
+"""Names, operators and in-place calls that converters stumble over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.export.capabilities import check_plan
+from bitwright.export.targets import TARGETS
+from bitwright.planning import Severity
+from bitwright.quantization import QuantizationSpec, Quantizer
+from tests.measures import sqnr
+
+from .models import W8, palettized, prepared
+
+
+class Named(nn.Module):
+    """Modules whose names contain the words by which coreai-torch tells operands apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.indices = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.indices(torch.relu(self.convolution(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("spec", [{"n_bits": 4}, {"n_bits": 2, "cluster_dim": 2}], ids=["scalars", "vectors"])
+def test_core_ai_finds_tables_under_any_name(spec, tmp_path):
+    target = TARGETS["coreai"]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    _, ready = palettized(Named().eval(), x, **spec)
+    path = target.write(ready, (x,), tmp_path / "m.aimodel", {}, None)
+    assert sqnr(ready(x), target.run(path, [x])[0]) > 100
+
+
+class Differences(nn.Module):
+    """Neighbours' differences, of numbers and of truth values, and a residual added in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.one(x)
+        y += self.two(torch.relu(x))
+        steps = torch.diff(y, dim=-1, prepend=y[..., :1]) + torch.diff(y, n=2, dim=0).sum()
+        mask = x.new_ones((), dtype=torch.bool) & torch.diff(y > 0, dim=0)[:1]
+        return torch.where(mask, steps, y * x.new_ones(8))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_core_ml_takes_differences_and_sums_in_place(mode, tmp_path):
+    """coremltools has neither ``diff`` and ``new_ones`` nor copies of whole tensors."""
+    pytest.importorskip("coremltools")
+    from bitwright.export.coreml_package import compressed_constants, export_coreml
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    activation = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
+    _, ready = prepared(Differences().eval(), x, W8, activation, mode)
+    path = export_coreml(ready, (x,), tmp_path / "m.mlpackage", precision="float32")
+    weights = [constant for _, constant in compressed_constants(path) if constant.shape == (8, 8)]
+    assert len(weights) == 2
+
+
+def test_core_ml_operators_of_ours_compute_what_torch_does():
+    """On constants, which coremltools computes while it converts."""
+    converters = pytest.importorskip("coremltools")
+    from bitwright.export.coreml_ops import register_missing_ops
+
+    class Constants(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(5, 7))
+
+        def expected(self):
+            steps = torch.diff(self.table, n=2, dim=1, prepend=self.table[:, :1], append=self.table[:, -2:])
+            return torch.diff(steps, dim=0) + self.table.new_ones(8)
+
+        def forward(self, x):
+            return x + self.expected()
+
+    torch.manual_seed(0)
+    register_missing_ops()
+    model = Constants().eval()
+    traced = torch.jit.trace(model, (torch.zeros(4, 8),), check_trace=False)
+    program = converters.convert(
+        traced, inputs=[converters.TensorType(shape=(4, 8))], convert_to="milinternal",
+        compute_precision=converters.precision.FLOAT32,
+    )  # fmt: skip
+    values = [op.y.val for op in program.functions["main"].operations if op.op_type == "add" and op.y.val is not None]
+    assert any(value.shape == (4, 8) and (abs(value - model.expected().numpy()) < 1e-5).all() for value in values)
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the weight of the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.mix = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_plans_tell_what_checkpoints_refuse(mode, tmp_path):
+    """The weights that the error names are those that the plan named."""
+    target = TARGETS["compressed-tensors"]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    tokens = torch.randint(0, 16, (2, 3))
+    quantizer, ready = prepared(Tied().eval(), tokens, W8, mode=mode)
+    plan = Quantizer(Tied().eval(), quantizer._config).plan((tokens,))
+    refused = [problem.where for problem in check_plan(plan, target.name) if problem.severity is Severity.ERROR]
+    assert refused == ["embed.weight"]
+    with pytest.raises(ValueError, match=r"(embed|head)\.weight: only weights of linear layers") as error:
+        target.write(ready, (tokens,), tmp_path / "out", {}, None)
+    assert len(str(error.value).splitlines()) == 2
