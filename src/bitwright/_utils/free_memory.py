@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 __all__ = ["FreeMemory"]
 
-_PATIENCE = 64 << 20
+_PATIENCE = 16 << 20
 
 
 @functools.cache
