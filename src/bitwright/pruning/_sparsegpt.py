@@ -56,6 +56,7 @@ def _damped_factor(hessian: torch.Tensor) -> torch.Tensor:
     while damping <= _MOST_DAMPING:
         damped = hessian.clone()
         damped.diagonal().add_(damping + idle)
+        lower: torch.Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0:
             return lower
