@@ -132,6 +132,9 @@ def plant(model: nn.Module, name: str, how: str) -> None:
 def misses(name: str, kind: str, seed: int = 0) -> Iterator[str]:
     """Yield what the report gets wrong."""
     architecture = build(name, seed)
+    for path, parameter in architecture.model.named_parameters():
+        if "layer_scale" in path:  # 1e-6 without training: what it scales is below the smallest step, and rightly named
+            nn.init.ones_(parameter)
     data = [batch(architecture)]
     prepared = compressed(architecture, kind)
     report = compare(architecture.model, prepared, data, output_batches=0)
