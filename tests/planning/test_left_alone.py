@@ -66,6 +66,28 @@ def test_positions_are_exact(function: Callable[..., Any], mode: str) -> None:
         assert sqnr(model(TOKENS), calibrated(model, mode, TOKENS)(TOKENS)) > 28
 
 
+def assigned(s: Any, x: torch.Tensor) -> torch.Tensor:
+    """Scale coordinates in place, as promptable segmentation does it, before they become angles."""
+    y = x.clone()
+    y[:4] = y[:4] / 64
+    y[4:] /= 32
+    return torch.sin((2 * y - 1) * s.gain).cumsum(0)
+
+
+def returned_and_assigned(s: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:4] = y[:4] / 64
+    return torch.sin(y * s.gain).cumsum(0), y
+
+
+def overwritten(s: Any, x: torch.Tensor) -> torch.Tensor:
+    """What is read before the write are numbers, what is read after it are angles."""
+    y = x.clone()
+    z = y * 3
+    y[:4] = x[:4] * 2
+    return torch.sin(y).cumsum(0) + z.cumsum(0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("function", "expected"),
@@ -79,9 +101,26 @@ def test_positions_are_exact(function: Callable[..., Any], mode: str) -> None:
         (lambda s, x: torch.sin(x * 50 * s.gain).cumsum(0), []),
         (lambda s, x: torch.sin((x * s.gain).cumsum(0) * 50 * s.gain).cumsum(0), ["mul"]),
         (lambda s, x: F.grid_sample(s.image, (x.view(1, 2, 2, 2) * 2), align_corners=False).cumsum(0), []),
+        (assigned, []),
+        (returned_and_assigned, ["div"]),
+        (overwritten, ["add", "mul"]),
         (lambda s, x: (x * 7 + 1).cumsum(0), ["add", "mul"]),
     ],
-    ids=["index", "bucket", "rounded", "flag", "fraction", "angle", "fourier", "learned-angle", "coordinate", "number"],
+    ids=[
+        "index",
+        "bucket",
+        "rounded",
+        "flag",
+        "fraction",
+        "angle",
+        "fourier",
+        "learned-angle",
+        "coordinate",
+        "assigned",
+        "returned-and-assigned",
+        "overwritten",
+        "number",
+    ],
 )
 def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[str], mode: str) -> None:
     """Ops that only make such values; one that makes numbers besides, or angles of learned numbers, is simulated."""

@@ -52,6 +52,21 @@ def test_values_connect_producer_and_consumers(traced):
     assert ops["cat"].arguments[1].value is ops["tied.linear"].outputs[0]
 
 
+def test_a_tensor_that_is_assigned_to_becomes_a_result():
+    """After ``y[0] = z`` the tensor is what the assignment returned; it read the tensor as it was, and ``z``."""
+
+    class Assigning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            y[0] = x[1] + 1
+            return y - 1
+
+    ops = {op.name: op for op in trace_eager(Assigning(), (torch.ones(2, 3),)).ops}
+    assignment = ops["__setitem__"]
+    assert [a.value for a in assignment.arguments] == [ops["mul"].outputs[0], ops["add"].outputs[0]]
+    assert ops["sub"].arguments[0].value is assignment.outputs[0]
+
+
 def test_tied_weights_are_one_state_with_all_names(traced):
     """Aliases are found once, in the program."""
     state = traced[1].states["fc.weight"]

@@ -10,12 +10,14 @@ ones become 0. They are found backwards from the ops that need every digit, thro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bitwright.program import Argument, Op, Program, Value
+from bitwright.program import Argument, Op, Program
 from bitwright.program.aten_names import canonical_name
 
 from .graph_ops import only_moves
+from .mutation import Aliases
 
 __all__ = ["ExactValues", "exact_values"]
 
@@ -64,13 +66,18 @@ def exact_values(program: Program) -> ExactValues:
     measured = _descendants(program, {id(value) for value in program.inputs if value.dtype.is_floating_point})
     outputs = {id(value) for value in program.outputs}
     inverses = _inverses(program)
+    later = _LaterReads(program)
     for op in reversed(program.ops):
+        written = later.of(op)
+        later.add(op)
         for value in op.outputs:
-            if id(value) not in outputs and (id(value) in inverses or _only_needed_exactly(value, found)):
+            uses = value.uses if written is None else written
+            if id(value) not in outputs and (id(value) in inverses or _only_needed_exactly(uses, found)):
                 found.values.add(id(value))
         floats = [value for value in op.outputs if value.dtype.is_floating_point]
         if floats and all(id(value) in found.values for value in floats):
-            turns = all(_is_angle(use) or id(use.op) in turning for value in floats for use in value.uses)
+            uses = [use for value in floats for use in value.uses] if written is None else written
+            turns = all(_is_angle(use) or id(use.op) in turning for use in uses)
             if turns:
                 turning.add(id(op))
             given = not any(id(argument.value) in learned for argument in op.arguments)
@@ -84,6 +91,40 @@ def exact_values(program: Program) -> ExactValues:
             or (_is_flag(use) and id(use.value) not in measured)
         )
     return found
+
+
+class _LaterReads:
+    """What reads the tensors that ops write to in place, learnt backwards, op by op."""
+
+    def __init__(self, program: Program) -> None:
+        aliases = Aliases()
+        self._written: dict[int, set[int]] = {}
+        for op in program.ops:
+            aliases.add(op)
+            roots = {id(aliases.root(value)) for value in aliases.written_by(op)}
+            if roots:
+                self._written[id(op)] = roots
+        self._roots = set().union(*self._written.values())
+        self._aliases = aliases
+        self._outputs = {id(aliases.root(value)) for value in program.outputs}
+        self._reads: dict[int, list[Argument]] = {}
+
+    def of(self, op: Op) -> list[Argument] | None:
+        """Return what reads later what ``op`` wrote, or a view of it; None for an op that writes to no tensor.
+
+        A tensor that the model returns counts as read by nothing: how, nobody knows.
+        """
+        written = self._written.get(id(op))
+        if written is None or written & self._outputs:
+            return None if written is None else []
+        return [use for root in written for use in self._reads.get(root, ())]
+
+    def add(self, op: Op) -> None:
+        """Take note of what ``op`` reads; what was read after it writes is what it wrote itself."""
+        for use in op.arguments:
+            root = id(self._aliases.root(use.value))
+            if root in self._roots:
+                self._reads.setdefault(root, []).append(use)
 
 
 def _descendants(program: Program, roots: set[int]) -> set[int]:
@@ -109,10 +150,10 @@ def _reads_parameter(op: Op) -> bool:
     return any(argument.value.state is not None and argument.value.state.is_parameter for argument in op.arguments)
 
 
-def _only_needed_exactly(value: Value, found: ExactValues) -> bool:
-    return bool(value.uses) and all(
+def _only_needed_exactly(uses: Sequence[Argument], found: ExactValues) -> bool:
+    return bool(uses) and all(
         id(use.op) in found.ops or _is_rounded(use) or _is_flag(use) or _is_angle(use) or _is_relative(use)
-        for use in value.uses
+        for use in uses
     )
 
 

@@ -126,7 +126,10 @@ class _Tracer:
     def record(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any, base: str
     ) -> Any:
-        """Run ``func``, called ``base``; ``inputs`` are the values looked up before the call (it may work in place)."""
+        """Run ``func``, called ``base``; ``inputs`` are the values looked up before the call (it may work in place).
+
+        The output of a function that returns nothing, such as ``x[0] = y``, is what it wrote to.
+        """
         frame = self.frames[-1]
         number = frame.counts.get(base, 0)
         frame.counts[base] = number + 1
@@ -141,7 +144,8 @@ class _Tracer:
             if value.state is not None:
                 value.state.uses.append(argument)
         op.literals = _literals(func, args, kwargs)
-        for index, leaf in enumerate(tree_leaves(result)):
+        written = result is None and args and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.by_tensor
+        for index, leaf in enumerate(tree_leaves(args[0] if written else result)):
             if isinstance(leaf, torch.Tensor):
                 value = self._new_value(leaf, op.name, ValueKind.INTERMEDIATE)
                 value.producer, value.output_index = op, index

@@ -20,6 +20,7 @@ from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quan
 from bitwright.quantization._eager.supported_ops_registry import EagerQuantizerSupportedOpsRegistry
 from bitwright.quantization.spec import PerBlockGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.measures import sqnr
 
 NOTHING = {"op_input_spec": None, "op_output_spec": None, "op_state_spec": None}
 
@@ -204,3 +205,27 @@ def test_parameters_of_a_half_precision_model_are_kept_in_half_precision(dtype):
     exported = torch.export.export(finalized, (x,)).module()
     with torch.no_grad():
         assert torch.equal(exported(x), expected)
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_boundaries_of_a_module_that_assigns(side: str) -> None:
+    """``x[0] = y`` of a simulated ``x`` writes to ``x`` itself, and so does a simulator behind it."""
+
+    class Assigning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x[0] = x[1] * 2
+            return x
+
+    spec = {"*": QuantizationSpec()}
+    entry = ModuleQuantizerConfig(**NOTHING, **{f"module_{side}_spec": spec})
+    x = torch.randn(4, 16)
+    quantizer = Quantizer(Assigning(), eager(global_config=None, module_name_configs={"": entry}))
+    prepared = quantizer.prepare((x.clone(),))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x.clone())
+    with torch.no_grad():
+        given = x.clone()
+        out = prepared.eval()(given)
+        expected = Assigning()(x.clone())
+    assert out is given
+    assert 30 < sqnr(expected, out) < 80

@@ -155,6 +155,8 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
         elif isinstance(entry, torch.Tensor):
             holder[key] = simulate(entry)
     result = func(*args, **kwargs)
+    if result is None and target is not None:
+        result = args[0]  # what `x[0] = y` wrote to
     for index, child in sites.outputs:
         result = _replace_output(result, index, children[child])
     if target is not None and result is not target:
@@ -169,7 +171,7 @@ def _slot(args: list[Any], kwargs: dict[str, Any], index: int, name: str) -> tup
 
 def _works_in_place(func: Callable[..., Any]) -> bool:
     name = func.__name__
-    return name.endswith("_") and not name.endswith("__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replace_output(result: Any, index: int, simulate: Any) -> Any:
