@@ -52,6 +52,26 @@ class TestPrepare:
         assert Quantizer(net().train(), QuantizerConfig()).prepare((IMAGE,)).training
         assert not Quantizer(net().eval(), QuantizerConfig()).prepare((IMAGE,)).training
 
+    @pytest.mark.parametrize("training", [False, True])
+    def test_simulators_are_in_the_mode_of_the_model(self, training: bool) -> None:
+        """As a model in eval mode is prepared, calibrated and called, its weights are quantized once."""
+        x = torch.randn(4, 8)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).train(training)
+        prepared = calibrated(Quantizer(model, QuantizerConfig()), (x,))
+        found = simulators(prepared)
+        assert {part.training for simulator in found for part in simulator.modules()} == {training}
+        weights = [s for s in found if s.quantization_target == CompressionTargetTensor.WEIGHT]
+        results: list[list[torch.Tensor]] = [[], []]
+        with torch.no_grad():
+            for seen in results:
+                hooks = [s.register_forward_hook(lambda _m, _a, y, seen=seen: seen.append(y)) for s in weights]
+                prepared(x)
+                for hook in hooks:
+                    hook.remove()
+        assert len(results[0]) == len(weights) > 0
+        kept = [first is second for first, second in zip(*results, strict=True)]
+        assert not any(kept) if training else all(kept)
+
     def test_a_second_prepare_is_refused(self, quantizer: Quantizer) -> None:
         """As in the peer."""
         quantizer.prepare((IMAGE,))

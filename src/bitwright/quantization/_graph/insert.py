@@ -201,6 +201,7 @@ class GraphInsertion:
         if key not in self._prototypes:
             made = QuantizationComponentFactory.create_fake_quantizer(spec, target)
             made.disable_fake_quant()
+            made.train(self.module.training)  # in eval mode quantized weights are kept
             if not all(type(part).__module__.startswith(_OWN_PACKAGE) for part in made.modules()):
                 return made
             self._prototypes[key] = made
