@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import weakref
 from typing import Any
@@ -174,6 +175,24 @@ def test_a_relu_before_a_fake_quantizer_keeps_signs_only(
     assert kept_before
     for first, second in zip(mine, expected, strict=True):
         assert_same(first, second)
+
+
+def test_signs_are_read_in_the_backward_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second fake quantizer of the same result finds what the first one did, and makes no tensor of it."""
+    relu, made = importlib.import_module("bitwright.kernels.cpu.relu"), []
+    values = relu._values
+    monkeypatch.setattr(relu, "_values", lambda *given: made.append(given) or values(*given))
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(6), requires_grad=True)
+    r = torch.relu(x)
+    total = torch.zeros(())
+    for scale in (0.02, 0.05):
+        y = kernels.fake_quantize(r, torch.tensor([scale]), None, None, block_size=(1 << 18,), grid=INT8)
+        total = total + y.sum()
+    assert not made
+    (gradient,) = torch.autograd.grad(total, x)
+    assert len(made) == 1
+    assert not gradient[x.detach() <= 0].any()
+    assert gradient[(x.detach() > 0) & (x.detach() < 2)].eq(2).all()
 
 
 def test_a_second_derivative_through_a_relu_that_keeps_signs() -> None:

@@ -25,6 +25,9 @@ from .walking import VECTOR, copy, element_bytes, first_part, next_part, staged,
 
 __all__ = ["keep_signs"]
 
+# Entry of a node's metadata: its result has been replaced. Asking for the result would make it anew.
+_DONE = "bitwright_keeps_signs"
+
 
 @compiled
 def signs_part(x: int, dtype: int, mask: int, count: int, parts: int, control: int) -> None:
@@ -97,7 +100,7 @@ def keep_signs(x: torch.Tensor, threads: int) -> None:
         threads: number of threads to run on.
     """
     node: Any = x.grad_fn
-    if type(node) is not _relu_node():
+    if type(node) is not _relu_node() or _DONE in node.metadata:
         return
     try:
         kept = node._saved_result  # refuses a tensor that has been changed since
@@ -105,6 +108,7 @@ def keep_signs(x: torch.Tensor, threads: int) -> None:
         return
     same = kept.data_ptr() == x.data_ptr() and kept.shape == x.shape and kept.stride() == x.stride()
     if same:
+        node.metadata[_DONE] = True
         replace_saved(node._raw_saved_result, partial(_signs, x.detach(), threads))
 
 
