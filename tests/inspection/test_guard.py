@@ -187,6 +187,24 @@ def test_heavy_clipping(mode: str) -> None:
     assert "BW110" in codes(model, quantize(model, mode, calibrate=calibrate)[1])
 
 
+@MODES
+def test_a_spoilt_weight(mode: str) -> None:
+    """BW111: a transposed weight keeps all its channels and codes, and is put back."""
+    model = make()
+    _, prepared = quantize(model, mode)
+    (weight,) = (p for name, p in prepared.named_parameters() if name.startswith("2.") and p.ndim == 2)
+    with torch.no_grad():
+        weight.copy_(weight.t().clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        (finding,) = (found for found in guard(model, prepared, data()).findings if found.code == "BW111")
+    assert finding.where == finding.layer == ("2" if mode == "eager" else "linear_1")
+    assert "in other places" in finding.message
+    result = guard(model, prepared, data(), on_damage="revert")
+    assert finding.layer in result.reverted or result.reverted == ("",)
+    assert not any(layer.broken for layer in result.report.layers)
+
+
 def test_raise_lists_all_findings() -> None:
     """One error, with every finding and where to read on."""
     model = make()

@@ -16,7 +16,7 @@ from ._probe import outside_frames
 from ._ranges import code_range
 from ._sizes import stored_sizes
 from .diagnostics import Finding
-from .report import FidelityReport
+from .report import FidelityReport, LayerFidelity
 
 __all__ = [
     "PeakWatch",
@@ -66,23 +66,27 @@ def check_parameters(model: nn.Module, layers: Mapping[str, str]) -> Iterator[Fi
 
 
 def check_layers(report: FidelityReport) -> Iterator[Finding]:
-    """BW105, BW109 and BW110: what the fidelity report says about single layers."""
+    """BW105, BW109, BW110 and BW111: what the fidelity report says about single layers."""
     for layer in report.layers:
-        for weight in layer.weights:
-            if weight.error is not None and weight.error.lost_channels > 0:
-                message = (
-                    f"{weight.error.lost_channels:.1%} of its channels are lost (noise above half of their power)."
-                )
-                yield Finding("BW105", weight.name, message, layer.name)
-        for activation in layer.activations:
-            if activation.clipped is not None and activation.clipped > _HEAVY_CLIPPING:
-                message = f"{activation.clipped:.1%} of its values lie beyond the range of the codes."
-                yield Finding("BW110", activation.name, message, layer.name)
-        metrics = layer.isolated or layer.accumulated
-        if metrics is not None and metrics.not_finite:
-            yield Finding(
-                "BW109", layer.name, f"{metrics.not_finite} entries of its output are NaN or infinite.", layer.name
-            )
+        yield from _findings_in(layer)
+        if layer.broken:
+            yield Finding("BW111", layer.name, "; ".join(layer.broken) + ".", layer.name)
+
+
+def _findings_in(layer: LayerFidelity) -> Iterator[Finding]:
+    for weight in layer.weights:
+        if weight.error is not None and weight.error.lost_channels > 0:
+            message = f"{weight.error.lost_channels:.1%} of its channels are lost (noise above half of their power)."
+            yield Finding("BW105", weight.name, message, layer.name)
+    for activation in layer.activations:
+        if activation.clipped is not None and activation.clipped > _HEAVY_CLIPPING:
+            message = f"{activation.clipped:.1%} of its values lie beyond the range of the codes."
+            yield Finding("BW110", activation.name, message, layer.name)
+    metrics = layer.isolated or layer.accumulated
+    if metrics is not None and metrics.not_finite:
+        yield Finding(
+            "BW109", layer.name, f"{metrics.not_finite} entries of its output are NaN or infinite.", layer.name
+        )
 
 
 def check_sizes(float_model: nn.Module, model: nn.Module, plan: Any = None) -> Iterator[Finding]:

@@ -122,6 +122,8 @@ def problems_of(evidence: Evidence, usual: Mapping[str, Usual]) -> tuple[str, ..
         evidence: of the tensor.
         usual: of :func:`usual_evidence`.
     """
+    if evidence.noise() == 0:
+        return ()
     common = usual.get(evidence.kind, Usual())
     allowed = _EXCESS[evidence.kind] * common.excess
     whole = _wrong_values(evidence, common)

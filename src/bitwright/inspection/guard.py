@@ -145,6 +145,8 @@ class _Reverter:
                 return self._give_up()
         if layers:
             report = self._compare()
+        if any(report.layer(name).broken for name in self.reverted):
+            return self._give_up()  # not its quantizers were at fault, but what they stand on
         while list(check_bounds(report, *self.bounds)):
             order = [name for name in order if name not in self.reverted]
             if not order or not self._revert(order[0], report):

@@ -73,8 +73,7 @@ class LayerFidelity(_Report):
         output: the same, at the model's output.
         accumulated: error of the layer's output in the compressed model: of this layer and all in front of it.
         broken: what shows that the layer was spoilt, and not merely compressed: a range that does not fit, values in
-            other places than before, a channel that drowns the others. One
-            sentence each, that names the tensor.
+            other places than before, a channel that drowns the others. One sentence each, that names the tensor.
         damage: key of the ranking: the relative noise that this layer alone adds to the model's output, or the noise
             of channels of its weights that the whole hides (``ErrorMetrics.hidden_noise``), whichever is greater: a
             channel that is far larger than the others dominates the output's SQNR as it does the weight's. Where the
