@@ -72,6 +72,13 @@ def observe_ready(x: int, mode: int, job: int) -> None:
 
 
 @compiled
+def observe_and_map_ready(x: int, y: int, mode: int, job: int) -> None:
+    """``observe_ready``, and then ``map_ready`` without a mask."""
+    observe_ready(x, mode, job)
+    map_ready(x, y, 0, job)
+
+
+@compiled
 def same_elements(tensor: int, stride: int, kept: int, count: int, size: int) -> bool:
     """Return whether elements of a tensor have the bits of a copy.
 
@@ -96,6 +103,7 @@ def same_elements(tensor: int, stride: int, kept: int, count: int, size: int) ->
 
 _map_ready = entry(map_ready, 4)
 _observe_ready = entry(observe_ready, 3)
+_observe_and_map_ready = entry(observe_and_map_ready, 4)
 compare = entry(same_elements, 5)
 
 
@@ -199,3 +207,9 @@ class ReadyCall:
         The caller advances the version counters of what is written.
         """
         _observe_ready(x.data_ptr(), 0 if restart else self._average, self._address)
+
+    def observe_and_run(self, x: torch.Tensor, restart: bool) -> torch.Tensor:
+        """``observe``, and then ``run``, in one call."""
+        y = torch.empty_like(x)
+        _observe_and_map_ready(x.data_ptr(), y.data_ptr(), 0 if restart else self._average, self._address)
+        return y

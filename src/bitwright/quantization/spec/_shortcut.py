@@ -204,10 +204,15 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
         for name, tensor, address in state:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
                 return None
-        ready.observe(x, progress.restart)
+        y = x
+        plain = quantize and not (x.requires_grad and _grad_enabled())
+        if plain:
+            y = ready.observe_and_run(x, progress.restart)
+        else:
+            ready.observe(x, progress.restart)
         increment_version(written)
         progress.count()
-        return _quantized(ready, x, made) if quantize else x
+        return _quantized(ready, x, made) if quantize and not plain else y
 
     return call
 
