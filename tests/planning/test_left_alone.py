@@ -74,6 +74,12 @@ def assigned(s: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.sin((2 * y - 1) * s.gain).cumsum(0)
 
 
+def decayed(s: Any, x: torch.Tensor) -> torch.Tensor:
+    """How much of a state is left between two steps, as recurrent attention has it: exp of differences of sums."""
+    total = (x * s.ones * -2).cumsum(0)
+    return torch.exp((total[:, None] - total[None]).tril()).cumsum(0)
+
+
 def returned_and_assigned(s: Any, x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[:4] = y[:4] / 64
@@ -104,22 +110,14 @@ def overwritten(s: Any, x: torch.Tensor) -> torch.Tensor:
         (assigned, []),
         (returned_and_assigned, ["div"]),
         (overwritten, ["add", "mul"]),
+        (decayed, []),
+        (lambda s, x: torch.exp(x[:, None] @ x[None] - 40).cumsum(0), ["matmul"]),
+        (lambda s, x: ((1.0 - (x > 5.5).float() * s.ones) * -10000.0).amax(0), []),
         (lambda s, x: (x * 7 + 1).cumsum(0), ["add", "mul"]),
     ],
     ids=[
-        "index",
-        "bucket",
-        "rounded",
-        "flag",
-        "fraction",
-        "angle",
-        "fourier",
-        "learned-angle",
-        "coordinate",
-        "assigned",
-        "returned-and-assigned",
-        "overwritten",
-        "number",
+        *("index", "bucket", "rounded", "flag", "fraction", "angle", "fourier", "learned-angle", "coordinate"),
+        *("assigned", "returned-and-assigned", "overwritten", "exponent", "scores", "masking", "number"),
     ],
 )
 def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[str], mode: str) -> None:
@@ -130,6 +128,7 @@ def test_which_ops_are_left_alone(function: Callable[..., Any], expected: list[s
             super().__init__(function)
             self.register_buffer("table", torch.randn(1000))
             self.register_buffer("edges", torch.arange(10.0))
+            self.register_buffer("ones", torch.ones(8))
             self.register_buffer("image", torch.randn(1, 1, 4, 4))
             self.gain = nn.Parameter(torch.ones(8))
 
@@ -161,6 +160,27 @@ def test_masks_stay_masks_in_training(mode: str) -> None:
     with torch.no_grad():
         assert loss.isfinite()
         assert sqnr(model(TOKENS, mask), prepared(TOKENS, mask)) > 22
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_of_modules_that_run_more_than_once(mode: str) -> None:
+    """Parts of one mask go to several calls of an attention, as in attention over local windows."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            masked = (1.0 - mask.float()) * torch.finfo(x.dtype).min
+            return torch.softmax(x @ x.mT + masked, -1) @ x
+
+    def windows(s: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = s.words(tokens)
+        mask = torch.ones(1, x.shape[1], 1) * (tokens > 3).float()[:, None, :] * 1.0
+        parts = [s.attention(x[:, at : at + 20], mask[:, at : at + 20, at : at + 20]) for at in (0, 20)]
+        return s.head(torch.cat(parts, 1))
+
+    torch.manual_seed(0)
+    model = Lambda(windows, words=nn.Embedding(30, 8), attention=Attention(), head=nn.Linear(8, 8)).eval()
+    with torch.no_grad():
+        assert sqnr(model(TOKENS), calibrated(model, mode, TOKENS)(TOKENS)) > 28
 
 
 def test_values_that_are_returned_are_numbers() -> None:

@@ -32,7 +32,7 @@ def trace_eager(
 ) -> Program:
     """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
 
-    The ops of each module are recorded at its first call only; of later calls the outputs, as ``repeats``. The model,
+    The ops of each module are recorded at its first call only; of later calls the boundary, as ``repeats``. The model,
     its statistics and the random state are as before.
 
     Args:
@@ -107,11 +107,12 @@ class _Tracer:
         if frame.recording:
             if self.frames and self.frames[-1].recording:
                 self.frames[-1].call.children.append(path)
+            self.calls[path] = frame.call
+        if frame.recording or (self.frames and self.frames[-1].recording):
             kind = ValueKind.INPUT if not self.frames else ValueKind.OTHER
             for name, leaf in _flat_arguments(module, args, kwargs):
                 frame.call.input_names.append(name)
                 frame.call.inputs.append(self._value_of(leaf, name, kind))
-            self.calls[path] = frame.call
         self.frames.append(frame)
         return frame
 
