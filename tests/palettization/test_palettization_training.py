@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -260,3 +262,53 @@ def test_soft_assignment_is_the_softmax_of_distances_without_tiny_numbers():
     torch.testing.assert_close(attention.double(), exact, rtol=1e-4, atol=1e-12)
     assert ((attention == 0) | (attention > 1e-14)).all()
     assert (attention == 0).any()
+
+
+def _fit(palettizer: KMeansPalettizer, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> bytes:
+    """Train, and return the checkpoint of the last step, taken before the mode ends and palettes are settled."""
+    with palettizer.training_mode():
+        for step in steps:
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x[:, :4].tanh()).backward()
+            optimizer.step()
+            palettizer.step()
+        file = io.BytesIO()
+        parts = {"model": model, "palettizer": palettizer, "optimizer": optimizer}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("schedule", [0, 2, 5, 6])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(strategy, schedule):
+    """Saved before, at and after the step that switches palettes on; loaded without pickle; equal in every bit."""
+
+    def begin():
+        palettizer, model = toy(schedule, strategy)
+        return palettizer, model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    whole, part, resumed = begin(), begin(), begin()
+    _fit(*whole, range(8))
+    checkpoint = torch.load(io.BytesIO(_fit(*part, range(5))), weights_only=True)
+    resumed[1].load_state_dict(checkpoint["model"])
+    resumed[0].load_state_dict(checkpoint["palettizer"])
+    resumed[2].load_state_dict(checkpoint["optimizer"])
+    _fit(*resumed, range(5, 8))
+    expected, found = whole[1].state_dict(), resumed[1].state_dict()
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+
+def test_foreign_states_are_refused():
+    """Another version, another model, or a mode that is active: an error that changes nothing."""
+    palettizer, _ = toy()
+    state = palettizer.state_dict()
+    with pytest.raises(ValueError, match="no state of a KMeansPalettizer"):
+        palettizer.load_state_dict({"step_count": 3})
+    with pytest.raises(ValueError, match=r"does not belong to this model.*nowhere"):
+        palettizer.load_state_dict({**state, "step_count": 3, "outdated": ["nowhere"]})
+    with palettizer.training_mode(), pytest.raises(RuntimeError, match="load_state_dict"):
+        palettizer.load_state_dict(state)
+    assert palettizer.state_dict() == state

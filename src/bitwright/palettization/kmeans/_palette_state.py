@@ -86,6 +86,11 @@ class PaletteState(_FakePalettizeImplBase):
         self._indices_stale = True
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the palettes will be made anew at the next call."""
+        return not self._disabled and not self._centroids_initialized
+
+    @property
     def is_settled(self) -> bool:
         """Whether palettes exist and the indices belong to them."""
         return self._disabled or (self._centroids_initialized and not self._indices_stale)

@@ -34,6 +34,7 @@ __all__ = ["KMeansPalettizer"]
 _logger = logging.getLogger(__name__)
 
 _Place = SimulatorPlace[_KMeansFakePalettize]
+_STATE_VERSION = 1
 _SKIPPED = frozenset({"group-size", "cluster-dim"})
 
 
@@ -279,6 +280,43 @@ class KMeansPalettizer(WeightCompressor):
             raise RuntimeError("step() must be called inside a training_mode block.")
         self._step_count += 1
         self._apply_schedules()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside the model's and the optimizer's ``state_dict``.
+
+        The steps so far, and the weights whose palettes are to be made anew because they were just switched on.
+
+        Raises:
+            RuntimeError: the model is not prepared.
+        """
+        target = self._target(None, "state_dict()")
+        outdated = [place.parameter_name for place in _places(target) if place.simulator.is_outdated]
+        return {"version": _STATE_VERSION, "step_count": self._step_count, "outdated": outdated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state_dict`` was called; load the prepared model's own ``state_dict`` before.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            RuntimeError: the model is not prepared, or a mode is active.
+            ValueError: the state is of another compressor, model or version; nothing has been changed.
+        """
+        target = self._target(None, "load_state_dict()")
+        self._require_idle("load_state_dict()")
+        if state.keys() != {"version", "step_count", "outdated"} or state["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"This is no state of a KMeansPalettizer (version {_STATE_VERSION}): it has {sorted(state)}, version "
+                f"{state.get('version')!r}. Pass what KMeansPalettizer.state_dict() returned."
+            )
+        simulators = {place.parameter_name: place.simulator for place in _places(target)}
+        unknown = sorted(set(state["outdated"]) - simulators.keys())
+        if unknown:
+            raise ValueError(f"The state does not belong to this model, which has no palettes for {unknown}.")
+        self._step_count = int(state["step_count"])
+        for name in state["outdated"]:
+            simulators[name].invalidate()
 
     def _apply_schedules(self) -> None:
         assert self._active is not None
