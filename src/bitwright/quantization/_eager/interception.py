@@ -153,10 +153,12 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
                 changed = [*entry[:item], simulate(entry[item]), *entry[item + 1 :]]
                 holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
-            holder[key] = simulate(entry)
+            holder[key] = simulate(entry.clone() if entry is target and entry.requires_grad else entry)
     result = func(*args, **kwargs)
     if result is None and target is not None:
         result = args[0]  # what `x[0] = y` wrote to
+    if isinstance(result, torch.Tensor) and target is not None and sites.outputs and result.requires_grad:
+        result = result.clone()  # learned ranges keep what they quantize for the backward pass
     for index, child in sites.outputs:
         result = _replace_output(result, index, children[child])
     if target is not None and result is not target:
