@@ -57,8 +57,10 @@ class PackedTensor(nn.Module):
         """The buffers as a matrix of codes, made once and kept until they change."""
         state = [(buffer, buffer._version) for buffer in self._buffers.values() if buffer is not None]
         kept = self.__dict__.get("_kept")
-        if kept is None or len(kept[0]) != len(state) or any(
-            old is not new or before != now for (old, before), (new, now) in zip(kept[0], state, strict=True)
+        if (
+            kept is None
+            or len(kept[0]) != len(state)
+            or any(old is not new or before != now for (old, before), (new, now) in zip(kept[0], state, strict=True))
         ):
             tensor = self.tensor
             kept = self.__dict__["_kept"] = (state, tensor.matrix() if isinstance(tensor, QuantizedTensor) else None)

@@ -103,9 +103,7 @@ class PackedMatrix:
         )
         assert scale is not None
         shape = (numbers.numel(), *self.shape[1:])
-        return replace(
-            self, codes=codes, scale=scale, points=points, origins=origins, shape=shape, rows_in_block=1
-        )
+        return replace(self, codes=codes, scale=scale, points=points, origins=origins, shape=shape, rows_in_block=1)
 
     def _run(self, kernel: Any, out: torch.Tensor, *more: int, alive: Any = None) -> None:
         from .cpu.threads import run_parts, thread_count

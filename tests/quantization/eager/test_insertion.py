@@ -112,6 +112,34 @@ def test_in_place_call_changes_the_tensor_it_was_called_on():
     assert not torch.equal(prepared(x), 2 * x)
 
 
+@pytest.mark.parametrize("kind", ["default", "lsq", "lsq_plus", "pact"])
+def test_in_place_calls_train_as_others_do(kind: str):
+    """Learned ranges keep what they quantized; it must not be overwritten by the call, nor by its result."""
+
+    class Sum(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.in_place, self.fc = in_place, nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.fc(x)
+            return torch.add(y, x) if not self.in_place else y.add_(x)
+
+    spec = QuantizationSpec(dtype="uint8" if kind == "pact" else "int8", fake_quantize_cls=kind)
+    module = ModuleQuantizerConfig(op_input_spec={"*": spec}, op_output_spec={"*": spec}, op_state_spec=None)
+    x = torch.rand(8, 4)
+    gradients = []
+    for in_place in (False, True):
+        quantizer = Quantizer(Sum(in_place), QuantizerConfig(global_config=module, execution_mode="eager"))
+        prepared = quantizer.prepare((x,))
+        with quantizer.training_mode():
+            prepared.train()(x).square().sum().backward()
+        gradients.append([p.grad for p in prepared.parameters()])
+    assert len(gradients[0]) == len(gradients[1]) >= (2 if kind == "default" else 5)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_functional_weight_gets_its_axis_from_the_op():
     """F.linear and conv in a custom module, and subclasses of nn.Linear, have default axes."""
 

@@ -153,14 +153,16 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
                 changed = [*entry[:item], simulate(entry[item]), *entry[item + 1 :]]
                 holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
-            holder[key] = simulate(entry.clone() if entry is target and entry.requires_grad else entry)
+            changes = entry is target and entry.requires_grad and simulate.keeps_input()
+            holder[key] = simulate(entry.clone() if changes else entry)
     result = func(*args, **kwargs)
     if result is None and target is not None:
         result = args[0]  # what `x[0] = y` wrote to
-    if isinstance(result, torch.Tensor) and target is not None and sites.outputs and result.requires_grad:
-        result = result.clone()  # learned ranges keep what they quantize for the backward pass
     for index, child in sites.outputs:
-        result = _replace_output(result, index, children[child])
+        simulate = children[child]
+        if target is not None and isinstance(result, torch.Tensor) and result.requires_grad and simulate.keeps_input():
+            result = result.clone()  # `target` will be overwritten
+        result = _replace_output(result, index, simulate)
     if target is not None and result is not target:
         return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
     return result

@@ -97,6 +97,10 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
         """What the tensor is; kept by the calculator."""
         return self.qparams_calculator.quantization_target
 
+    def keeps_input(self) -> bool:
+        """Return whether the backward pass needs the tensor as it was quantized, so that nobody may change it."""
+        return True
+
     @property
     def is_stateless(self) -> bool:
         """Whether the parameters are computed anew for every tensor; then the observer cannot be turned off."""
@@ -221,6 +225,10 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
 
     def _is_fused(self) -> bool:
         return type(self)._fused_fake_quant_dequant is _DefaultFakeQuantizeImpl._fused_fake_quant_dequant
+
+    def keeps_input(self) -> bool:
+        """Return whether the backward pass needs more than where values were clipped."""
+        return not self._is_fused()
 
     def _fake_quantize(
         self,
