@@ -153,8 +153,8 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
                 changed = [*entry[:item], simulate(entry[item]), *entry[item + 1 :]]
                 holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
-            needed = entry.requires_grad and simulate.keeps_input()
-            holder[key] = simulate(entry.clone() if needed and entry is target else entry)
+            overwritten = id(entry) == id(target) and entry.requires_grad
+            holder[key] = simulate(entry.clone() if overwritten and simulate.keeps_input() else entry)
     result = func(*args, **kwargs)
     if result is None and target is not None:
         result = args[0]  # what `x[0] = y` wrote to
