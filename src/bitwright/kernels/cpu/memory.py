@@ -32,8 +32,8 @@ import torch
 __all__ = ["LARGE", "empty_like", "idle_bytes", "lasting_bytes"]
 
 LARGE = 1 << 18
-# A block that none of so many further results had the size of goes back to the system.
-_PATIENCE = 8
+# A block that none of so many further results had the size of goes back to the system, if not at once.
+_PATIENCE = 256
 _HUGE_PAGE = 2 << 20
 _SMALL_UNIT = 1 << 16
 # Pieces of at least the first and at most the second size are cut from common blocks of the third.
@@ -93,13 +93,13 @@ class _Blocks:
     """
 
     def __init__(self) -> None:
-        self._idle: deque[_Block] = deque()
+        self._idle: dict[int, deque[_Block]] = {}  # by size, the longest idle first
         self._lent: dict[int, tuple[weakref.ref[Any], _Block]] = {}
         self._count = itertools.count(1)
         self._now = 0
 
     def idle_bytes(self) -> int:
-        return sum(block.size for block in tuple(self._idle))
+        return sum(size * len(blocks) for size, blocks in tuple(self._idle.items()))
 
     def lend(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of so many bytes; it comes back when the array dies."""
@@ -111,27 +111,31 @@ class _Blocks:
         return view
 
     def _find(self, size: int) -> _Block:
-        found = None
-        for _ in range(len(self._idle)):
+        if self._now % _PATIENCE == 0:
+            self._give_back()
+        try:
+            return self._idle[size].pop()
+        except (KeyError, IndexError):
+            return _Block(size)
+
+    def _give_back(self) -> None:
+        for blocks in tuple(self._idle.values()):
             try:
-                block = self._idle.pop()
+                while self._now - blocks[0].idle_since > _PATIENCE:
+                    blocks.popleft()
             except IndexError:
-                break
-            if found is None and block.size == size:
-                found = block
-            elif self._now - block.idle_since <= _PATIENCE:
-                self._idle.appendleft(block)
-        return found or _Block(size)
+                continue
 
     def _take_back(self, number: int) -> None:
         block = self._lent.pop(number)[1]
         block.idle_since = self._now
-        while self._idle and self.idle_bytes() + block.size > _MOST_IDLE:
-            try:
-                self._idle.popleft()
-            except IndexError:
-                break
-        self._idle.append(block)
+        for blocks in tuple(self._idle.values()):
+            while blocks and self.idle_bytes() + block.size > _MOST_IDLE:
+                try:
+                    blocks.popleft()
+                except IndexError:
+                    break
+        self._idle.setdefault(block.size, deque()).append(block)
 
 
 _blocks = _Blocks()
