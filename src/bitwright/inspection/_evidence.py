@@ -185,7 +185,7 @@ def _lost_channel(
         return None
     power, noise = moments[_X], _noise(moments)
     median = _median_power(power)
-    usual = noise[power > 0].median().expand_as(noise) if expected is None else _noise(expected)
+    usual = _usual_noise(power, noise) if expected is None else _noise(expected)
     beyond = (noise > _BEYOND) & (power > 0.01 * median)
     lost = (noise > _LOST) & (power > 0.25 * median)
     found = (beyond | lost) & (noise > allowed * usual)
@@ -196,6 +196,13 @@ def _lost_channel(
         f"channel {worst} of dimension {axis} has an SQNR of {decibels(1.0, float(noise[worst])):.1f} dB, where "
         f"{decibels(1.0, float(usual[worst])):.1f} dB are usual"
     )
+
+
+def _usual_noise(power: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Noise of a channel with the median error; a table that all channels share errs as much in quiet ones."""
+    alive = power > 0
+    error = (noise * power)[alive].median()
+    return torch.where(alive, torch.maximum(error / power, noise[alive].median()), 0.0)
 
 
 def _median_power(power: torch.Tensor) -> torch.Tensor:
