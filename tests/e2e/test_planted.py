@@ -94,7 +94,7 @@ def spoilt(weight: torch.Tensor, how: str) -> torch.Tensor:
     """Return a weight with one channel scaled, another size, or its rows read as columns."""
     weight = weight.detach().clone()
     if how == "x1000":
-        weight[3] *= 1000
+        weight[3 if weight[3].any() else int(weight.flatten(1).norm(dim=1).argmax())] *= 1000  # pruning may empty one
     elif how == "transposed":
         weight = weight.flatten(1).t().reshape(weight.shape).clone()
     else:
