@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from bitwright.artifact.lazy import FEW_VECTORS, LazyWeight
@@ -114,3 +115,36 @@ def test_what_a_look_up_refuses_is_refused(models):
     _, packed = models
     with pytest.raises((IndexError, RuntimeError)):
         packed(torch.tensor([[512]]))
+
+
+@torch.no_grad()
+def test_autocast_sets_the_type_of_the_output():
+    """Under autocast a packed layer computes in bfloat16 like the layer that it was made of."""
+    dense, packed = _layer()
+    x = torch.randn(1, 256)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = dense(x), packed(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_forward_mode_derivatives_reach_the_input():
+    """A tangent of the input passes through a packed layer."""
+    dense, packed = _layer()
+    x, tangent = torch.randn(1, 256), torch.randn(1, 256)
+    with torch.no_grad():
+        _, expected = torch.func.jvp(dense, (x,), (tangent,))
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(packed(forward_ad.make_dual(x, tangent))).tangent
+    assert found is not None
+    assert sqnr(expected, found) > 120
+
+
+def _layer():
+    """A finalized linear layer with dense weights, and the same packed."""
+    torch.manual_seed(0)
+    spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    config = QuantizerConfig(global_config=module, execution_mode="eager")
+    prepared = Quantizer(nn.Sequential(nn.Linear(256, 512)).eval(), config).prepare((torch.randn(1, 256),))
+    return prepared, packed_copy(prepared)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -98,10 +99,15 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     vectors = x.numel() // length
     if not fits or not 0 < vectors <= FEW_VECTORS or rows * length < SMALL_WEIGHT:
         return None
-    if torch.is_grad_enabled() and x.requires_grad:
+    if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled("cpu") or _is_dual(x):
         return None
     y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
     return y if bias is None else y + bias
+
+
+def _is_dual(x: torch.Tensor) -> bool:
+    """Return whether forward-mode differentiation carries a tangent along with the tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
