@@ -50,7 +50,7 @@ WEIGHTS = {
     "uint4 asymmetric": (ConvNet, spec_of("uint4", qscheme="asymmetric")),
     "int8 per tensor": (ConvNet, QuantizationSpec(dtype="int8")),
     "int4 blocks": (Mlp, spec_of("int4", blocks(32))),
-    "int4 blocks of channels": (ConvNet, spec_of("int4", blocks(4, axis=0))),
+    "int4 blocks of channels": (Deconv, spec_of("int4", blocks(4, axis=0))),
     "int8 square blocks": (Mlp, spec_of("int8", PerBlockGranularity(block_size=(32, 32)))),
     "int4 minval": (ConvNet, spec_of("int4", qformulation="minval")),
     "uint8 minval per tensor": (ConvNet, QuantizationSpec(dtype="uint8", qformulation="minval")),
@@ -221,6 +221,19 @@ def test_weights_are_kept_from_kernels_that_round_or_refuse_them(name, tmp_path)
         assert sqnr(ready(x), found) > 120
     else:
         assert sqnr(run_onnx(path, (x,), optimize=False)[0], found) > 35
+
+
+@pytest.mark.parametrize("kind", [ConvNet, Deconv, Mlp])
+@pytest.mark.parametrize("weights", ["palette", "float", "fp4"])
+def test_weights_that_are_no_integers_stay_as_they_are_between_quantized_activations(kind, weights, tmp_path):
+    """A default session rounds such weights to 8 bits of its own choice where it finds the chance."""
+    model, x = built(kind)
+    if weights == "palette":
+        model = palettized(model, x, n_bits=4)[0].finalize(backend="_torch")
+    blocks_of_32 = spec_of("float4_e2m1fn", blocks(32), scale_dtype="float8_e8m0fnu")
+    _, ready = prepared(model, x, blocks_of_32 if weights == "fp4" and kind is Mlp else None, QuantizationSpec())
+    for options in ({}, {"integer_kernels": False}):
+        assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path, **options), (x,))[0]) > ENOUGH_DB
 
 
 def test_pruned_weights_with_zero_points_are_transposed_right(tmp_path):

@@ -6,6 +6,9 @@ activations to 8 bits unless a session option forbids it. A maximum of one input
 
 Its softmax on codes adds rounded exponentials, and is off by a code in one of eight places.
 
+Between quantized activations it rounds weights that are floats, or that it can compute beforehand (palettes, FP4), to 8
+bits of its own choice. What is computed beforehand passes through a maximum, so there the activation gets one.
+
 The integer kernels round biases to whole multiples of the input's scale times the weight's, so that a sum close to a
 rounding bound may get the code beside it. Where that is too much, nothing at all is fused.
 """
@@ -61,8 +64,16 @@ def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
 def _misfit(node: Any, user: Any, position: int) -> bool:
     """Whether a use of a dequantized tensor must not be fused."""
     if node.inputs[0].const_value is None:
-        return bool(user.op_type == "Softmax")
+        return _misfit_of_activation(user, position)
     return _misfit_of_weight(node, user, position)
+
+
+def _misfit_of_activation(user: Any, position: int) -> bool:
+    """Whether there is no integer kernel for a reader of codes that gives the prepared model's result."""
+    if user.op_type not in ("MatMul", "Gemm", "Conv") or position > 1:
+        return user.op_type in ("Softmax", "ConvTranspose")
+    other = user.inputs[1 - position].producer()
+    return other is None or other.op_type != "DequantizeLinear"
 
 
 def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:
