@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.kernels import reference
+from bitwright.kernels.grid import Grid
 
 from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
@@ -152,3 +153,35 @@ def test_every_half_precision_number(dtype: torch.dtype) -> None:
         made = (torch.ones(1), None, None)
         mine = fused.dequantize(values, *made, block_size=tuple(values.shape), grid=grid, output_dtype=output)
         assert_same(mine, values.to(output))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+def test_quotients_next_to_a_tie(formulation: str, dtype: torch.dtype) -> None:
+    """Where the last bit of a quotient decides about the code, it is right, for steps of any size and mantissa."""
+    make = torch.Generator().manual_seed(3)
+    hard = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-45, -1e-45])
+    for round_ in range(150):
+        bits = (2, 4, 8)[round_ % 3]
+        grid = Grid(torch.int8, -(1 << bits - 1), (1 << bits - 1) - 1, formulation)
+        exponent = torch.randint(-62, 62, (), generator=make) if round_ % 4 == 0 else torch.tensor(-round_ % 23)
+        step = (1 + torch.rand((1, 1), generator=make)) * 2.0**exponent
+        if round_ % 5 == 0:
+            step = torch.nextafter(2.0 ** exponent.float(), torch.tensor(0.0)).view(1, 1)
+        point = torch.randint(int(grid.quant_min), int(grid.quant_max) + 1, (1, 1), generator=make, dtype=torch.int32)
+        minval = -step * 3 if formulation == "minval" else None
+        ties = torch.randint(-300, 300, (2048,), generator=make) + 0.5
+        x = (ties.double() * step.double().item()).float()
+        x = (x.view(torch.int32) + torch.randint(-2, 3, x.shape, generator=make, dtype=torch.int32)).view(torch.float32)
+        x[: len(hard)] = hard
+        made = step, None if formulation == "minval" else point, minval
+        results = []
+        for form in (reference, fused):
+            leaf = x.to(dtype).view(8, -1).requires_grad_(round_ % 2 == 0)
+            y = form.fake_quantize(leaf, *made, block_size=(8, 256), grid=grid)
+            if leaf.requires_grad:
+                y.sum().backward()
+            results.append((y.detach(), leaf.grad))
+        assert_same(results[1][0], results[0][0])
+        if results[0][1] is not None:
+            assert_same(results[1][1], results[0][1])

@@ -107,7 +107,9 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
 
 def _is_dual(x: torch.Tensor) -> bool:
     """Return whether forward-mode differentiation carries a tangent along with the tensor."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .compiling import inlined
+from .compiling import has_fused_multiply_add, inlined
 from .lanes import (
     Lanes,
     Scalar,
+    add_product,
     as_bits,
     as_float,
     float_from_bits,
@@ -24,6 +25,7 @@ from .lanes import (
     store_bf16,
     store_f16,
     store_f32,
+    subtract_product,
     with_sign,
 )
 
@@ -31,6 +33,7 @@ __all__ = [
     "BFLOAT16",
     "FLOAT16",
     "FLOAT32",
+    "can_multiply",
     "choose",
     "clamp",
     "code_of_float",
@@ -38,6 +41,7 @@ __all__ = [
     "has_nan",
     "load",
     "order_key",
+    "quotient",
     "round_to",
     "store",
     "value_of_key",
@@ -46,6 +50,8 @@ __all__ = [
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 _EPS = np.float32(np.finfo(np.float32).eps)
 _INFINITY_KEY = 0x7F800000
+_FUSED = has_fused_multiply_add()
+_LEAST_STEP, _MOST_STEP, _MOST_QUOTIENT = np.float32(2.0**-60), np.float32(2.0**60), np.float32(2.0**20)
 _INT32_MIN = -(1 << 31)
 
 
@@ -74,6 +80,33 @@ def store(address: int, values: Lanes, dtype: int) -> None:
 def code_of_integer(values: Lanes, step: Lanes, offset: Lanes, origin: Lanes) -> Lanes:
     """``round((x - f) / s) + o``, not clamped."""
     return rint((values - origin) / step) + offset
+
+
+@inlined
+def can_multiply(step: Scalar, least: Scalar, most: Scalar) -> bool:
+    """Whether ``quotient`` may be used for a step and quotients from ``least`` to ``most``."""
+    small = least >= -_MOST_QUOTIENT and most <= _MOST_QUOTIENT
+    return bool(_FUSED and small and _LEAST_STEP <= step <= _MOST_STEP)
+
+
+@inlined
+def quotient(values: Lanes, step: Lanes, inverse: Lanes, rest: Lanes) -> Lanes:
+    """``values / step`` to the last bit, but for the sign of zero, in a fraction of the time of a division.
+
+    The first line is next to the quotient, since ``inverse + rest`` has twice the digits. The second corrects it by
+    what is left over of the dividend, which a fused multiplication gives exactly; rounding that is right as
+    ``inverse`` is the float nearest to ``1 / step`` (P. W. Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", IBM Journal of Research and Development 34(1), 1990, theorem 8.1). Below ``2**-30``
+    something may underflow; the caller rounds such quotients to 0.
+
+    Args:
+        values: dividends; NaN stays NaN.
+        step: the same divisor in every lane; see ``can_multiply``.
+        inverse: ``1 / step``, rounded.
+        rest: ``1 / step - inverse``.
+    """
+    near = add_product(values, inverse, values * rest)
+    return add_product(subtract_product(near, step, values), inverse, near)
 
 
 @inlined

@@ -20,7 +20,17 @@ import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 
-__all__ = ["c_address", "called", "compiled", "entry", "inlined", "reordering", "unsupported_reason"]
+__all__ = [
+    "c_address",
+    "called",
+    "compiled",
+    "entry",
+    "has_feature",
+    "has_fused_multiply_add",
+    "inlined",
+    "reordering",
+    "unsupported_reason",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,9 +49,19 @@ def unsupported_reason() -> str | None:
     if numba_config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT is set"
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-    if x86 and not llvmlite.binding.get_host_cpu_features().get("f16c", False):
+    if x86 and not has_feature("f16c"):
         return "the processor has no half-precision conversion (F16C)"
     return None
+
+
+def has_feature(name: str) -> bool:
+    """Return whether the processor has a feature, by LLVM's name for it."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(name, False))
+
+
+def has_fused_multiply_add() -> bool:
+    """Return whether the processor multiplies and adds with one rounding; elsewhere LLVM calls a slow function."""
+    return platform.machine().lower() in ("aarch64", "arm64") or has_feature("fma")
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:

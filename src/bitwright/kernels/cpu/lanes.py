@@ -20,10 +20,13 @@ from numba.extending import intrinsic, models, overload, register_model
 
 from bitwright.kernels.layout import LANES
 
+from .compiling import has_feature
+
 __all__ = [
     "LANES",
     "Lanes",
     "Scalar",
+    "add_product",
     "as_bits",
     "as_float",
     "bf16_of",
@@ -68,11 +71,13 @@ __all__ = [
     "splat_int",
     "stack_room",
     "store_bf16",
+    "store_bf16_normal",
     "store_f16",
     "store_f32",
     "store_i32",
     "store_mask",
     "store_u8",
+    "subtract_product",
     "to_float",
     "with_sign",
 ]
@@ -190,6 +195,34 @@ def _store_bf16(builder: Any, address: Any, value: Any) -> None:
     _store(builder, address, half)
 
 
+class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+def _store_bf16_normal(builder: Any, address: Any, value: Any) -> None:
+    """Round float32, none of which is subnormal, to bfloat16.
+
+    Processors convert with subnormals taken for zeros; a NaN stays one, whose bits depend on the processor.
+    """
+    if has_feature("avx512bf16"):
+        half = builder.fptrunc(value, ir.VectorType(_BFloat16(), LANES))
+        _store(builder, address, builder.bitcast(half, ir.VectorType(_I16, LANES)))
+        return
+    raw = builder.bitcast(value, INTS.vector)
+    odd = builder.and_(builder.lshr(raw, _constant(INTS, 16)), _constant(INTS, 1))
+    rounded = builder.lshr(builder.add(builder.add(raw, _constant(INTS, 0x7FFF)), odd), _constant(INTS, 16))
+    _store(builder, address, builder.trunc(rounded, ir.VectorType(_I16, LANES)))
+
+
 def _load_f16(builder: Any, address: Any) -> Any:
     half = builder.bitcast(_load(builder, address, _I16), ir.VectorType(_F16, LANES))
     return builder.fpext(half, FLOATS.vector)
@@ -212,6 +245,7 @@ load_f16 = _operation(FLOATS, (_ADDRESS,), _load_f16)
 load_i32 = _operation(INTS, (_ADDRESS,), lambda b, a: _load(b, a, _I32))
 store_f32 = _operation(types.void, (_ADDRESS, FLOATS), _store)
 store_bf16 = _operation(types.void, (_ADDRESS, FLOATS), _store_bf16)
+store_bf16_normal = _operation(types.void, (_ADDRESS, FLOATS), _store_bf16_normal)
 store_f16 = _operation(types.void, (_ADDRESS, FLOATS), _store_f16)
 store_i32 = _operation(types.void, (_ADDRESS, INTS), _store)
 
@@ -254,6 +288,15 @@ def _interleaved(start: int) -> Emit:
 
 multiply_add = _operation(
     FLOATS, (FLOATS, FLOATS, FLOATS), lambda b, v, w, c: _call(b, f"llvm.fmuladd.v{LANES}f32", FLOATS.vector, v, w, c)
+)
+# One rounding each: ``v * w + c`` and ``c - v * w``.
+add_product = _operation(
+    FLOATS, (FLOATS, FLOATS, FLOATS), lambda b, v, w, c: _call(b, f"llvm.fma.v{LANES}f32", FLOATS.vector, v, w, c)
+)
+subtract_product = _operation(
+    FLOATS,
+    (FLOATS, FLOATS, FLOATS),
+    lambda b, v, w, c: _call(b, f"llvm.fma.v{LANES}f32", FLOATS.vector, b.fneg(v), w, c),
 )
 reduce_add = _operation(types.float32, (FLOATS,), _sum)
 interleave_low = _operation(FLOATS, (FLOATS, FLOATS), _interleaved(0))

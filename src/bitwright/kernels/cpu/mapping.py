@@ -10,12 +10,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import clamp, code_of_float, code_of_integer, load, store
+from .arithmetic import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    can_multiply,
+    clamp,
+    code_of_float,
+    code_of_integer,
+    load,
+    quotient,
+    store,
+)
 from .compiling import called, compiled, inlined
 from .lanes import (
     LANES,
     Lanes,
     Scalar,
+    add_product,
     from_mask,
     load_f32,
     load_i32,
@@ -24,11 +36,14 @@ from .lanes import (
     peek_i16,
     peek_i32,
     peek_i64,
+    rint,
     splat,
     splat_int,
     stack_room,
+    store_bf16_normal,
     store_i32,
     store_mask,
+    subtract_product,
     to_float,
 )
 from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, staged, vector_room
@@ -91,6 +106,70 @@ def last_step(
 
 
 @inlined
+def fake_vectors(
+    x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> None:  # fmt: skip
+    """The loop of ``fake_row``; the caller gives ``dtype`` and ``anchored`` as constants."""
+    size = LANES * element_bytes(dtype)
+    steps, origins, nothing = splat(scale), splat(origin), splat(np.float32(0))
+    inverse = splat(np.float32(1) / scale)
+    rest = subtract_product(inverse, steps, splat(np.float32(1))) * inverse
+    lowest, highest = splat(least), splat(most)
+    # Values are clamped before they are divided, which keeps infinities away. To tell what lies outside, some is left.
+    margin = np.float32(0 if mask == 0 else 1)
+    smallest, largest = splat((least - margin) * scale), splat((most + margin) * scale)
+    for word in range(count):
+        values = load(x + word * size, dtype)
+        if anchored:
+            values = values - origins
+        codes = rint(quotient(clamp(values, smallest, largest), steps, inverse, rest))
+        if mask != 0:
+            store_mask(mask + 2 * word, (lowest <= codes) & (codes <= highest))
+            codes = clamp(codes, lowest, highest)
+        # Zero has no sign in a grid of integers.
+        result = codes * steps + origins if anchored else add_product(codes, steps, nothing)
+        if dtype == BFLOAT16 and not anchored:
+            store_bf16_normal(y + word * size, result)
+        else:
+            store(y + word * size, result, dtype)
+
+
+@called
+def fake_row(
+    x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> None:  # fmt: skip
+    """``step`` for so many vectors of a grid of integers with one scale: loops without a branch or a division.
+
+    Args:
+        x: address of the input.
+        y: address of the output, of the same dtype.
+        dtype: dtype of both.
+        anchored: whether codes count from ``origin``, else from zero.
+        mask: where the bits go, or 0.
+        count: number of vectors.
+        scale: the scale; see ``can_multiply``.
+        origin: the minval.
+        least: smallest code less the zero point.
+        most: largest code less the zero point.
+    """
+    if anchored != 0:
+        if dtype == FLOAT32:
+            fake_vectors(x, y, FLOAT32, True, mask, count, scale, origin, least, most)
+        elif dtype == BFLOAT16:
+            fake_vectors(x, y, BFLOAT16, True, mask, count, scale, origin, least, most)
+        else:
+            fake_vectors(x, y, FLOAT16, True, mask, count, scale, origin, least, most)
+    elif dtype == FLOAT32:
+        fake_vectors(x, y, FLOAT32, False, mask, count, scale, origin, least, most)
+    elif dtype == BFLOAT16:
+        fake_vectors(x, y, BFLOAT16, False, mask, count, scale, origin, least, most)
+    else:
+        fake_vectors(x, y, FLOAT16, False, mask, count, scale, origin, least, most)
+
+
+@inlined
 def map_rows(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
     table: int, grid: int, begin: int, end: int, buffer: int,
@@ -101,22 +180,33 @@ def map_rows(
     in_bytes, out_bytes = element_bytes(in_dtype), element_bytes(out_dtype)
     # Read before the loop: for all that the compiler knows, writing the output could change the table.
     integer, smallest, anchor = peek_i32(grid), peek_i32(grid + 16), peek_i32(grid + 20)
-    low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
-    nothing = splat(np.float32(0))
-    fixed = low if origins != 0 else nothing
+    lowest, highest = peek_f32(grid + 8), peek_f32(grid + 12)
+    low, high = splat(lowest), splat(highest)
+    plain = op == FAKE and integer != 0 and in_dtype == out_dtype and per_element == 0
     row = begin // words
     word = begin - row * words
     while begin < end:
         stop = min(words, word + end - begin)
         block = 4 * block_of_row(table, row)
-        scale, offset, origin = splat(peek_f32(scales + block)), fixed, nothing
+        width, point, start = peek_f32(scales + block), np.float32(0), np.float32(0)
         if points != 0:
-            offset = splat(np.float32(peek_i32(points + block)))
+            point = np.float32(peek_i32(points + block))
         if origins != 0:
-            origin = splat(peek_f32(origins + block))
+            point, start = lowest, peek_f32(origins + block)
+        scale, offset, origin = splat(width), splat(point), splat(start)
         bits = mask + 2 * begin if mask != 0 else 0
         last = min(length - length % LANES, stop * LANES)
-        for first in range(word * LANES, last, LANES):
+        begun = word * LANES
+        if plain and last > begun and can_multiply(width, lowest - point, highest - point):
+            at, vectors = row * length + begun, (last - begun) // LANES
+            fake_row(
+                x + at * in_bytes, y + at * in_bytes, in_dtype, origins, bits, vectors,
+                width, start, lowest - point, highest - point,
+            )  # fmt: skip
+            if mask != 0:
+                bits += 2 * vectors
+            begun = last
+        for first in range(begun, last, LANES):
             if per_element != 0:
                 scale = load_f32(scales + block + 4 * first)
                 if points != 0:
