@@ -7,7 +7,8 @@ Two tasks: the digits CNN (cross entropy and accuracy on held-out digits) and a 
 Python's standard library (nats per character on held-out text). For each of W8A8, W4A8, W4A4, W2A4: weights per output
 channel, activations per tensor. ``ptq`` and ``qat`` have the specs of Bitwright's presets, in which activations of four
 bits get the range of least squared error and weights of two bits learn their step. ``qat`` and ``lsq`` freeze the batch
-norms after half of the steps (``QATSchedule``), since their averages lag behind weights that jump between codes.
+norms after half of the steps (``QATSchedule``), since their averages lag behind weights that jump between codes;
+``qat_free_norms`` and ``lsq_free_norms`` are the same without that, as coreai-opt's schedule has no such step.
 ``ptq_minmax`` and ``qat_minmax`` have coreai-opt's averages of extremes and no schedule, as its own row, which trains
 in its own interpreter. torchao, which has no convolutions, runs the transformer with per-token activations, and so does
 Bitwright beside it. All rows of a seed start from the same float weights and see the same batches at the same learning
@@ -48,10 +49,11 @@ SHARE = 0.2  # learning rate of the further steps, relative to that of the float
 # coreai-opt leaves these in float, and so must Bitwright when both are to train the same simulators.
 ONLY_BITWRIGHT = ("scaled_dot_product_attention", "layer_norm")
 ROWS = {
-    "digits": ["ptq", "qat", "lsq", "ptq_minmax", "qat_minmax", "coreai_opt"],
+    "digits": ["ptq", "qat", "lsq", "qat_free_norms", "lsq_free_norms", "ptq_minmax", "qat_minmax", "coreai_opt"],
     "characters": ["ptq", "qat", "lsq", "ptq_minmax", "qat_minmax", "coreai_opt", "qat_tokens", "torchao"],
 }
 PAIRS = (("qat", "coreai_opt"), ("qat_minmax", "coreai_opt"), ("lsq", "coreai_opt"), ("qat_tokens", "torchao"))
+FREE_NORMS = "_free_norms"  # end of the names of rows whose batch norms go on to the end, as coreai-opt's do
 NO_WORSE = (("qat", "coreai_opt"), ("lsq", "coreai_opt"), ("qat_tokens", "torchao"), ("lsq", "qat"))
 PTQ_OF = {"qat_minmax": "ptq_minmax", "coreai_opt": "ptq_minmax"}
 ALLOWED_STEP_TIME = 0.85
@@ -59,7 +61,8 @@ RECOVERED = {"W4A4": 0.5}  # share of PTQ's loss that QAT is to win back, by wid
 FEW_BITS = 4  # of activations, from which on the presets search for the range
 FEW_WEIGHT_BITS = 2  # of weights, from which on the presets learn the step
 _LEARNED_WEIGHT = {"fake_quantize_cls": "lsq", "range_calculator_cls": "mse"}
-SCHEDULED = ("qat", "lsq")  # rows that freeze batch norms and may have learned steps
+SCHEDULED = ("qat", "lsq")  # rows that freeze batch norms
+GROUPED = (*SCHEDULED, *(row + FREE_NORMS for row in SCHEDULED))  # rows that may have learned steps
 
 
 def rows_of(task: str, width: str) -> list[str]:
@@ -71,6 +74,7 @@ def rows_of(task: str, width: str) -> list[str]:
 def tensor_config(row: str, weight_bits: int, activation_bits: int, freeze: int | None = None) -> Any:
     """Return the configuration of a row, in Bitwright's classes or coreai-opt's; ``freeze`` is a step."""
     library = "coreai_opt" if row == "coreai_opt" else "bitwright"
+    row = row.removesuffix(FREE_NORMS)
     quantization = importlib.import_module(f"{library}.quantization")
     spec = importlib.import_module(f"{library}.quantization.spec")
     weight: dict[str, Any] = {"dtype": f"int{weight_bits}", "granularity": spec.PerChannelGranularity(axis=0)}
@@ -139,7 +143,7 @@ class Trainer:
     def begin(self) -> Loop:
         """Enter training mode."""
         groups = [{"params": list(self.model.parameters()), "lr": self.job["rate"]}]
-        if self.row in SCHEDULED:
+        if self.row in GROUPED:
             groups = importlib.import_module("bitwright.quantization.qat").parameter_groups(
                 self.model, self.job["rate"]
             )
@@ -264,7 +268,7 @@ def summarize(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 def compare(losses: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return seed by seed what training wins back of PTQ's loss, and differences of losses of rows."""
     found: dict[str, Any] = {}
-    for row in ("qat", "qat_minmax", "lsq", "coreai_opt", "qat_tokens", "torchao"):
+    for row in ("qat", "qat_minmax", *GROUPED[1:], "coreai_opt", "qat_tokens", "torchao"):
         own = PTQ_OF.get(row, "ptq")
         own = own if own in losses else "ptq"
         bases = [(own, "float", "recovered"), (own, "float_more", "recovered of float with the same further steps")]
@@ -274,7 +278,8 @@ def compare(losses: dict[str, dict[str, float]]) -> dict[str, Any]:
             shares = recovered(losses, row, worst, best)
             if shares:
                 found[f"{row}: {name}"] = spread(shares)
-    for row, other in (*PAIRS, ("lsq", "qat")):
+    free = [(row + FREE_NORMS, "coreai_opt") for row in SCHEDULED]
+    for row, other in (*PAIRS, *free, ("lsq", "qat")):
         seeds = [s for s in losses.get(row, {}) if s in losses.get(other, {})]
         if seeds:
             found[f"loss of {row} minus {other}"] = spread([losses[row][s] - losses[other][s] for s in seeds])
@@ -298,7 +303,8 @@ def measure_time(options: argparse.Namespace, folder: Path, peer: Worker | None)
             if f"{task} {width}" in report and not options.again:
                 continue
             sides = {}
-            for row in ["float", *(row for row in rows_of(task, width) if not row.startswith("ptq"))]:
+            rows = [row for row in rows_of(task, width) if not (row.startswith("ptq") or row.endswith(FREE_NORMS))]
+            for row in ["float", *rows]:
                 if row == "coreai_opt" and peer is not None:
                     request = {"op": "time", "row": [row, task, str(path), WIDTHS[width]], "steps": options.steps}
                     sides[row] = lambda request=request: peer.ask(**request)
