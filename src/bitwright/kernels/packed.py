@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,10 @@ from . import reference
 from .dispatch import form_of
 from .layout import LANES, SMALL
 
-__all__ = ["PackedMatrix"]
+__all__ = ["TILE_BYTES", "PackedMatrix"]
+
+TILE_BYTES = 1 << 20
+"""Decoded bytes for each thread in ``PackedMatrix.linear``: what stays in a second-level cache."""
 
 _BITS = (2, 4, 8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,12 +70,60 @@ class PackedMatrix:
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight as float32, bfloat16 or float16; the numbers are those of ``kernels.dequantize``."""
+        out = torch.empty(self.shape, dtype=dtype)
+        self._decode_into(out)
+        return out
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``, with no more of the weight decoded at a time than fits into a cache.
+
+        Args:
+            x: shape (vectors, length), of a dtype that ``decode`` knows, without gradient like the bias.
+            bias: shape (rows,), of the dtype of ``x``, or None.
+
+        Returns:
+            Shape (vectors, rows), the dtype of ``x``.
+        """
+        from .cpu.threads import thread_count
+
+        rows, length = self.shape
+        out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+        tiles = list(self._tiles(max(1, TILE_BYTES * thread_count() // (length * x.element_size()))))
+        buffer = torch.empty(max(end - begin for begin, end in tiles), length, dtype=x.dtype)
+        for begin, end in tiles:
+            weight, target = buffer[: end - begin], out[:, begin:end]
+            self._between(begin, end)._decode_into(weight)
+            if bias is None:
+                torch.mm(x, weight.t(), out=target)
+            else:
+                torch.addmm(bias[begin:end], x, weight.t(), out=target)
+        return out
+
+    def _tiles(self, most: int) -> Iterator[tuple[int, int]]:
+        """First row and end of parts of the matrix, which hold whole blocks or lie in one block."""
+        rows, size = self.shape[0], self.rows_in_block
+        step, region = (most // size * size, rows) if size <= most else (most, size)
+        for start in range(0, rows, region):
+            stop = min(start + region, rows)
+            for begin in range(start, stop, step):
+                yield begin, min(begin + step, stop)
+
+    def _between(self, begin: int, end: int) -> PackedMatrix:
+        """The matrix of neighbouring rows, whole blocks or a part of one; it shares memory with this one."""
+        first, last = begin // self.rows_in_block, -(-end // self.rows_in_block)
+        scale, points, origins = (
+            None if part is None else part[first:last] for part in (self.scale, self.points, self.origins)
+        )
+        assert scale is not None
+        codes = self.codes.view(self.shape[0], -1)[begin:end]
+        shape = (end - begin, *self.shape[1:])
+        return replace(self, codes=codes, scale=scale, points=points, origins=origins, shape=shape)
+
+    def _decode_into(self, out: torch.Tensor) -> None:
         from .cpu.native import DTYPES
         from .cpu.packed import decode_packed_part
 
-        out = torch.empty(self.shape, dtype=dtype)
-        self._run(decode_packed_part, out, DTYPES[dtype])
-        return out
+        self._run(decode_packed_part, out, DTYPES[out.dtype])
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T``; sums are added in another order than torch's.

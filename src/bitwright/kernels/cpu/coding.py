@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import BFLOAT16, FLOAT16, clamp, code_of_float, code_of_integer, load, store
-from .compiling import compiled, inlined
+from .arithmetic import BFLOAT16, FLOAT16, FLOAT32, can_multiply, clamp, code_of_float, code_of_integer, load, store
+from .compiling import called, compiled, inlined
 from .lanes import (
     LANES,
     Lanes,
     Scalar,
+    add_product,
     as_bits,
     as_float,
     bf16_of,
@@ -26,6 +27,7 @@ from .lanes import (
     peek_i32,
     peek_i64,
     poke_i32,
+    rint,
     select,
     splat,
     splat_int,
@@ -33,7 +35,7 @@ from .lanes import (
     to_float,
 )
 from .mapping import TILE, spread, tile_room
-from .walking import VECTOR, copy, element_bytes, first_part, next_part, vector_room
+from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, vector_room
 
 __all__ = ["code_part", "rounded"]
 
@@ -139,6 +141,81 @@ def code_vector(
 
 
 @inlined
+def code_vectors(
+    encode: int, y: int, dtype: int, anchored: int, codes: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> Scalar:  # fmt: skip
+    """The loop of ``code_row``; the caller gives ``encode``, ``dtype`` and ``anchored`` as constants."""
+    size = LANES * element_bytes(dtype)
+    steps, origins, nothing = splat(scale), splat(origin), splat(np.float32(0))
+    inverse, lowest, highest = splat(np.float32(1) / scale), splat(least), splat(most)
+    different = splat_int(np.int32(0))
+    for word in range(count):
+        at, code_at = y + word * size, codes + word * LANES
+        if encode:
+            values = load(at, dtype)
+            kept = rint((values - origins) * inverse if anchored else values * inverse)
+            kept = select(lowest < kept, kept, lowest)  # NaN too is clamped, and found to be different
+            kept = select(kept < highest, kept, highest)
+            store_u8(code_at, whole(kept - lowest))
+        else:
+            values = nothing
+            kept = to_float(load_u8(code_at)) + lowest
+        decoded = kept * steps + origins if anchored else add_product(kept, steps, nothing)
+        if encode:
+            different = different | (as_bits(rounded(decoded, dtype)) ^ as_bits(values))
+        else:
+            store(at, decoded, dtype)
+    return mask_bits(different == splat_int(np.int32(0))) != 0xFFFF
+
+
+@called
+def code_row(
+    encode: int, y: int, dtype: int, anchored: int, codes: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> bool:  # fmt: skip
+    """``code_vector`` for so many vectors of a grid of integers with one scale, and return whether any is wrong.
+
+    Codes are found with the inverse of the scale, which is wrong now and then, and told.
+
+    Args:
+        encode: the direction.
+        y: address of the values.
+        dtype: dtype of the values.
+        anchored: see ``mapping.fake_row``.
+        codes: address of the bytes.
+        count: number of vectors.
+        scale: the scale; see ``arithmetic.can_multiply``.
+        origin: the minval.
+        least: smallest code less the zero point.
+        most: largest code less the zero point.
+    """
+    if anchored != 0:
+        if encode != 0:
+            if dtype == FLOAT32:
+                return code_vectors(True, y, FLOAT32, True, codes, count, scale, origin, least, most)
+            if dtype == BFLOAT16:
+                return code_vectors(True, y, BFLOAT16, True, codes, count, scale, origin, least, most)
+            return code_vectors(True, y, FLOAT16, True, codes, count, scale, origin, least, most)
+        if dtype == FLOAT32:
+            return code_vectors(False, y, FLOAT32, True, codes, count, scale, origin, least, most)
+        if dtype == BFLOAT16:
+            return code_vectors(False, y, BFLOAT16, True, codes, count, scale, origin, least, most)
+        return code_vectors(False, y, FLOAT16, True, codes, count, scale, origin, least, most)
+    if encode != 0:
+        if dtype == FLOAT32:
+            return code_vectors(True, y, FLOAT32, False, codes, count, scale, origin, least, most)
+        if dtype == BFLOAT16:
+            return code_vectors(True, y, BFLOAT16, False, codes, count, scale, origin, least, most)
+        return code_vectors(True, y, FLOAT16, False, codes, count, scale, origin, least, most)
+    if dtype == FLOAT32:
+        return code_vectors(False, y, FLOAT32, False, codes, count, scale, origin, least, most)
+    if dtype == BFLOAT16:
+        return code_vectors(False, y, BFLOAT16, False, codes, count, scale, origin, least, most)
+    return code_vectors(False, y, FLOAT16, False, codes, count, scale, origin, least, most)
+
+
+@called
 def code_tiles(
     encode: int, y: int, dtype: int, codes: int, failed: int, scales: int, points: int, origins: int,
     table: int, grid: int, begin: int, end: int,
@@ -179,6 +256,33 @@ def code_tiles(
                 poke_i32(failed, np.int32(1))
 
 
+@inlined
+def code_rows(
+    encode: int, y: int, dtype: int, codes: int, failed: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Encode or decode the vectors ``begin`` to ``end`` of rows of whole vectors, or of a single row."""
+    words = peek_i64(table + 8) // LANES
+    size = element_bytes(dtype)
+    low, high = peek_f32(grid + 8), peek_f32(grid + 12)
+    while begin < end:
+        row = begin // words
+        stop = min(end, (row + 1) * words)
+        block = 4 * block_of_row(table, row)
+        scale, point, origin = peek_f32(scales + block), np.float32(0), np.float32(0)
+        if points != 0:
+            point = np.float32(peek_i32(points + block))
+        if origins != 0:
+            point, origin = low, peek_f32(origins + block)
+        least, most = low - point, high - point
+        at = LANES * begin
+        if not can_multiply(scale, least, most) or code_row(
+            encode, y + size * at, dtype, origins, codes + at, stop - begin, scale, origin, least, most
+        ):
+            code_tiles(encode, y, dtype, codes, failed, scales, points, origins, table, grid, begin, stop)
+        begin = stop
+
+
 @compiled
 def code_part(
     encode: int, y: int, dtype: int, codes: int, failed: int, scales: int, points: int, origins: int,
@@ -201,8 +305,17 @@ def code_part(
         parts: see ``walking.first_part``.
         control: see ``walking.first_part``.
     """
+    rows, length = peek_i64(table), peek_i64(table + 8)
+    scaled_in_rows = peek_i64(table + 16) == 0 and peek_i64(table + 24) == 0
+    whole_vectors = 0
+    if peek_i32(grid) != 0 and scaled_in_rows and length >= LANES and (length % LANES == 0 or rows == 1):
+        whole_vectors = rows * (length // LANES)
     part = first_part(control)
     while part < parts:
         begin, end = words * part // parts, words * (part + 1) // parts
+        until = min(end, whole_vectors)
+        if begin < until:
+            code_rows(encode, y, dtype, codes, failed, scales, points, origins, table, grid, begin, until)
+            begin = until
         code_tiles(encode, y, dtype, codes, failed, scales, points, origins, table, grid, begin, end)
         part = next_part(control, part)
