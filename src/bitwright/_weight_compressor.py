@@ -14,7 +14,7 @@ from torch import nn
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import has_modes, module_mode
 from bitwright._utils.parametrization import parametrize_tensor
-from bitwright._utils.weight_simulators import remove_simulator, unique_simulators
+from bitwright._utils.weight_simulators import remove_simulator
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import ModuleRules, resolve_module_rules
@@ -199,14 +199,10 @@ class WeightCompressor(_BaseModelCompressor):
 
     def _refuse_prepared(self) -> None:
         """A model that another technique prepared may be prepared again; one that this one prepared may not."""
-        if not self._is_model_prepared(self._model):
-            return
-        others = any(
-            isinstance(module, CompressionSimulatorBase) and not isinstance(module, self._simulator_type)
-            for module in self._model.modules()
-        )
-        own = bool(unique_simulators(self._model, self._simulator_type))
-        if own or not others:
+        own = self._simulator_type
+        if self._is_model_prepared(self._model) and not self._is_prepared_by_others(
+            self._model, lambda simulator: isinstance(simulator, own)
+        ):
             raise RuntimeError(
                 f"Model has already been prepared. {type(self).__name__}.prepare() works once per model; build a new "
                 "one on the float model to prepare it differently."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.common import ExportBackend
+from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.planning import Plan
 
 __all__: list[str] = []
@@ -107,6 +108,12 @@ class _BaseModelCompressor(ABC):
     def _unmark_model(model: nn.Module) -> None:
         model._buffers.pop(_COREAI_OPT_PREPARED_ATTR, None)
         model._non_persistent_buffers_set.discard(_COREAI_OPT_PREPARED_ATTR)
+
+    @classmethod
+    def _is_prepared_by_others(cls, model: nn.Module, is_own: Callable[[CompressionSimulatorBase], bool]) -> bool:
+        """Whether other techniques prepared the model, and this one did not, so that it may be put on top."""
+        found = [module for module in model.modules() if isinstance(module, CompressionSimulatorBase)]
+        return cls._is_model_prepared(model) and bool(found) and not any(map(is_own, found))
 
     def _require_prepared(self, model: nn.Module, action: str = "this") -> None:
         if not self._is_model_prepared(model):

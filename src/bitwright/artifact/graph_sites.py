@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+from bitwright._utils.weight_simulators import graph_stack
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["GraphSimulators", "GraphWeight", "simulator_of", "state_of"]
@@ -42,28 +42,13 @@ class GraphSimulators:
         weights: dict[tuple[Any, ...], GraphWeight] = {}
         activations = []
         for node in module.graph.nodes:
-            target, simulators = _stack_of(module, node)
-            if target and not any(_stack_of(module, user)[0] for user in node.users):
+            target, simulators = graph_stack(module, node)
+            if target and not any(graph_stack(module, user)[0] for user in node.users):
                 key = (target, *map(id, simulators))
                 weights.setdefault(key, GraphWeight(target, [], simulators)).nodes.append(node)
             elif not target and (simulator := simulator_of(module, node)) is not None:
                 activations.append((node, simulator))
         return cls(list(weights.values()), activations)
-
-
-def _stack_of(module: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[nn.Module, ...]]:
-    """Return the state that ``node`` simulates and the simulators on it up to there; nothing for other nodes."""
-    found: list[nn.Module] = []
-    source: Any = node
-    while isinstance(source, fx.Node) and source.op == "call_module":
-        simulator = module.get_submodule(str(source.target))
-        target = getattr(simulator, "quantization_target", CompressionTargetTensor.WEIGHT)
-        if not isinstance(simulator, CompressionSimulatorBase) or target == CompressionTargetTensor.ACTIVATION:
-            return "", ()
-        found.insert(0, simulator)
-        source = source.args[0]
-    on_state = bool(found) and isinstance(source, fx.Node) and source.op == "get_attr"
-    return (str(source.target), tuple(found)) if on_state else ("", ())
 
 
 def simulator_of(module: fx.GraphModule, node: fx.Node) -> FakeQuantizeImplBase | None:

@@ -135,8 +135,7 @@ def _count(model: nn.Module) -> int:
 
 def _make_masks_permanent(model: nn.Module) -> None:
     for place in list(simulator_places(model, PruneImplBase)):
-        chain = place.chain
-        if len(chain) != 1:
+        if not place.in_module or len(place.stack) != 1:
             continue
         with torch.no_grad():
             masked = place.simulator(place.original.detach())

@@ -125,7 +125,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: graph mode, and the model is prepared already; or the model's forward raised.
         """
         example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
-        if self._is_model_prepared(self._model):
+        if self._is_model_prepared(self._model) and not self._is_prepared_by_others(self._model, _is_quantizers):
             if self._config.execution_mode == ExecutionMode.GRAPH:
                 raise RuntimeError("Model has already been prepared. Build a new Quantizer on the float model.")
             warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
@@ -423,6 +423,11 @@ def _example(args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, n
 
 def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
     return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
+
+
+def _is_quantizers(simulator: nn.Module) -> bool:
+    """Whether a ``Quantizer`` inserted it; a palettizer has such simulators of its own, for its tables."""
+    return isinstance(simulator, FakeQuantizeImplBase) and simulator.quantization_target != CompressionTargetTensor.LUT
 
 
 def _rest(model: nn.Module) -> None:

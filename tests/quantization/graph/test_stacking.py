@@ -18,8 +18,10 @@ from bitwright.palettization import (
     ModuleKMeansPalettizerConfig,
     PalettizationSpec,
 )
+from bitwright.palettization.config import PATSchedule
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
-from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
+from bitwright.pruning.config import PolynomialDecaySchedule
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 
 MODES = ("eager", "graph")
 WEIGHTS = ("0.weight", "4.weight")
@@ -153,6 +155,89 @@ def test_training_keeps_the_mask() -> None:
     assert torch.equal(final(x), prepared(x))
     weight = Artifact.from_model(final)["4.weight"].decode()
     assert 0.49 <= float((weight == 0).double().mean()) <= 0.55
+
+
+def unfinished(technique: str) -> tuple[Any, nn.Module, torch.Tensor]:
+    """A model that another technique prepared and goes on training: masks that grow, palettes that come later."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    compressor: Any
+    if technique == "pruning":
+        growing = {
+            "op_state_spec": {"weight": PruningSpec(target_sparsity=0.5)},
+            "sparsity_schedule": PolynomialDecaySchedule(total_iters=4, power=1.0),
+        }
+        compressor = MagnitudePruner(model, MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(**growing)))
+    else:
+        spec = PalettizationSpec(
+            n_bits=2, training_strategy_spec={"type": "ste"}, lut_qspec=QuantizationSpec(dtype="int8")
+        )
+        late = {"op_state_spec": {"weight": spec}, "pat_schedule": PATSchedule(enable_fake_palettize=2)}
+        compressor = KMeansPalettizer(model, KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(**late)))
+    compressor.prepare((x,))
+    return compressor, model, x
+
+
+def values_of(model: nn.Module) -> tuple[int, int]:
+    """How many numbers of the last layer's weight differ, and how many are zero."""
+    weight = Artifact.from_model(model)["4.weight"].decode()
+    return len(weight.unique()), int((weight == 0).sum())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedules_of_other_techniques_go_on_below_the_quantizer(mode: str) -> None:
+    """A model may be quantized before its pruning has come to an end; steps reach the masks of the given model only."""
+    pruner, model, x = unfinished("pruning")
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode=mode))
+    prepared = quantizer.prepare((x,))
+    twin = copy.deepcopy(prepared)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    zeros = []
+    with pruner.training_mode(twin), quantizer.training_mode(twin):
+        for _ in range(5):
+            optimizer.zero_grad()
+            twin(x).square().mean().backward()
+            optimizer.step()
+            pruner.step()
+            zeros.append(values_of(twin)[1])
+    assert zeros == sorted(zeros)
+    assert zeros[-1] >= 320 > zeros[0]
+    assert values_of(prepared)[1] < 60
+    final = quantizer.finalize(twin, backend="_torch")
+    assert torch.equal(final.eval()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_palettes_that_come_later_train_below_the_quantizer(mode: str) -> None:
+    """Activations are quantized from the beginning, weights get their palettes at the scheduled step."""
+    palettizer, model, x = unfinished("palettization")
+    config = ModuleQuantizerConfig(op_state_spec=None)
+    prepared = Quantizer(model, QuantizerConfig(execution_mode=mode, global_config=config)).prepare((x,))
+    kernel = prepared.get_parameter("4.weight") if mode == "graph" else prepared[4].parametrizations.weight.original
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.5)
+    seen = []
+    with palettizer.training_mode(prepared):
+        for _ in range(4):
+            optimizer.zero_grad()
+            prepared(x).square().mean().backward()
+            seen.append(prepared(x).detach())
+            optimizer.step()
+            with torch.no_grad():
+                kernel.mul_(1 if len(seen) > 1 else 3)  # palettes of the first weights would be too small
+            palettizer.step()
+    assert all(output.isfinite().all() for output in seen)
+    assert values_of(prepared)[0] <= 4
+    torch.testing.assert_close(Artifact.from_model(prepared)["4.weight"].decode().std(), kernel.std(), rtol=0.2, atol=0)
+
+
+def test_a_quantized_model_is_not_quantized_again_under_another_technique() -> None:
+    """What a Quantizer prepared stays its own, whatever else stands in the model."""
+    pruner, model, x = unfinished("pruning")
+    config = QuantizerConfig(execution_mode="eager")
+    Quantizer(model, config).prepare((x,))
+    with pytest.warns(UserWarning, match="already been prepared"):
+        Quantizer(model, config).prepare((x,))
+    with pytest.raises(RuntimeError, match="already been prepared"):
+        pruner.prepare((x,))
 
 
 def test_the_plan_says_what_stands_below() -> None:

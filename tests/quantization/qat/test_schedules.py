@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import subprocess
-import sys
-from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -209,51 +203,6 @@ def test_bad_schedules():
         with pytest.raises(ValidationError, match=next(iter(bad))):
             QATSchedule(**bad)
     assert QATSchedule().model_dump(exclude_none=True) == {"enable_observer": 0, "enable_fake_quant": 0}
-
-
-_WORKER = """
-import os, sys, torch
-sys.path.insert(0, {root!r})
-from tests.quantization.qat.test_schedules import restore, save, start, train, everything
-path, stop, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "kill"
-kind = {kind!r}
-state = torch.load(path, weights_only=True) if os.path.exists(path) else None
-run = restore(state["run"], *kind) if state else start(*kind)
-for step in range(state["step"] if state else 0, stop):
-    train(*run, [step])
-    torch.save({{"run": save(*run), "step": step + 1}}, path + ".new")
-    os.replace(path + ".new", path)
-    if kill and step == 4:
-        print("killable", flush=True)
-        while True:
-            pass
-torch.save(everything(run[1]), path + ".result")
-"""
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=() if k == ("eager", "lsq") else pytest.mark.slow) for k in product(MODES, KINDS)],
-)
-def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, kind):
-    """A process that is killed and started again ends with the bits of one that was left alone."""
-    root = str(Path(__file__).parents[3])
-    script = tmp_path / "worker.py"
-    script.write_text(_WORKER.format(root=root, kind=kind))
-    run = [sys.executable, str(script), str(tmp_path / "state")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*run, "8", "kill"], stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "killable"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    subprocess.run([*run, "8", "on"], check=True, env=environment, cwd=root)
-    whole = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "whole"), "8", "on"], check=True, env=environment, cwd=root
-    )
-    assert whole.returncode == 0
-    results = [torch.load(tmp_path / f"{name}.result", weights_only=True) for name in ("state", "whole")]
-    assert_identical(*results)
 
 
 class TwoNames(nn.Module):
