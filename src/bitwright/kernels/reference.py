@@ -94,12 +94,17 @@ def _unclamped(
 ) -> torch.Tensor:
     view, _, wide, counts = block_view_shape(tuple(x.shape), block_size)
     wide = _wide_shape(wide, counts, grid, (scale, zero_point, minval))
-    values = x.to(torch.float32).reshape(view)
+    values = _viewed(x.to(torch.float32), view)
     step = scale.to(torch.float32).reshape(wide)
     if not grid.is_integer:
-        return (values / step).reshape(x.shape)
+        return _viewed(values / step, tuple(x.shape))
     offset, origin = _offsets(grid, zero_point, minval, wide)
-    return (rounding((values - origin) / step) + offset).reshape(x.shape)
+    return _viewed(rounding((values - origin) / step) + offset, tuple(x.shape))
+
+
+def _viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Split the dimensions of ``x`` into blocks or join them again; equal ranks mean that none is split."""
+    return x if len(shape) == x.ndim else x.reshape(shape)
 
 
 def _clamped(pre: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -166,14 +171,14 @@ def dequantize(
     """
     view, _, wide, counts = block_view_shape(tuple(codes.shape), block_size)
     wide = _wide_shape(wide, counts, grid, (scale, zero_point, minval))
-    values = codes.to(torch.float32).reshape(view)
+    values = _viewed(codes.to(torch.float32), view)
     step = scale.to(torch.float32).reshape(wide)
     if grid.is_integer:
         offset, origin = _offsets(grid, zero_point, minval, wide)
         values = (values - offset) * step + origin
     else:
         values = values * step
-    return values.reshape(codes.shape).to(output_dtype)
+    return _viewed(values, tuple(codes.shape)).to(output_dtype)
 
 
 def inside_range(
@@ -241,6 +246,8 @@ def _forward(
     pre = _unclamped(x, scale, zero_point, minval, block_size, grid, torch.round)
     codes = _clamped(pre, grid)
     y = dequantize(codes, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=x.dtype)
+    if len(block_view_shape(tuple(x.shape), block_size)[0]) != x.ndim:
+        y = y.clone()  # autograd lets nobody change a view that a custom function returns
     return y, pre
 
 
@@ -262,8 +269,6 @@ class _StraightThrough(torch.autograd.Function):
         grid: Grid,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, pre = _forward(x, scale, zero_point, minval, block_size, grid)
-        if not torch.compiler.is_compiling() and y._is_view():  # autograd lets nobody change such a result in place
-            y = y.clone()
         return y, (pre >= grid.quant_min) & (pre <= grid.quant_max)
 
     @staticmethod

@@ -50,16 +50,15 @@ class _Coded:
             self._made = tuple(None if t is None else t.detach().clone() for t in self._made)  # type: ignore[assignment]
             self._codes = self._form.encode(y.detach(), *self._made, **self._options)
             self._failed = self._codes is None
-            self._shape, self._strides, self._dtype = y.shape, y.stride(), y.dtype
+            self._like = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
         return not self._failed
 
     def decode(self) -> torch.Tensor:
         """The tensor again; operations that ask at the same time share it."""
-        y = None if self._decoded is None else self._decoded()
+        y: torch.Tensor | None = None if self._decoded is None else self._decoded()
         if y is None:
             assert self._codes is not None
-            y = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._codes.device)
-            self._form.decode(self._codes, y, *self._made, **self._options)
+            y = self._form.decode(self._codes, self._like, *self._made, **self._options)
             self._decoded = weakref.ref(y)
         return y
 

@@ -412,17 +412,19 @@ def encode(
 
 def decode(
     codes: torch.Tensor,
-    y: torch.Tensor,
+    like: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
     minval: torch.Tensor | None,
     *,
     block_size: tuple[int, ...],
     grid: Grid,
-) -> None:
-    """Write the values that ``encode`` took to ``y``, which has the encoded tensor's shape, strides and dtype."""
+) -> torch.Tensor:
+    """Return the tensor that ``encode`` took; ``like`` has its shape, strides and dtype, and may have no memory."""
+    y = empty_like(like, device=codes.device)
     _, order = dense(y)
     _code(0, y, codes, codes, _prepare(y, order, scale, zero_point, minval, block_size, grid))
+    return y
 
 
 def _code(encode: int, y: torch.Tensor, codes: torch.Tensor, failed: torch.Tensor, given: _Prepared) -> None:
