@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from bitwright.artifact.lazy import FEW_VECTORS, LazyWeight
+from bitwright.artifact.lazy import FEW_VECTORS, MANY_VECTORS, LazyWeight
 from bitwright.export.torch_program import packed_copy
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-from bitwright.quantization.spec import PerBlockGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 from tests.measures import sqnr
 
 pytest.importorskip("numba")
@@ -115,6 +116,72 @@ def test_what_a_look_up_refuses_is_refused(models):
     _, packed = models
     with pytest.raises((IndexError, RuntimeError)):
         packed(torch.tensor([[512]]))
+
+
+TILED = {
+    "blocks": QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32)),
+    "zero points": QuantizationSpec(dtype="uint4", qscheme="asymmetric", granularity=PerChannelGranularity(axis=0)),
+    "minvals": QuantizationSpec(
+        dtype="int8", qformulation="minval", granularity=PerBlockGranularity(block_size=(8, 64))
+    ),
+    "one scale": QuantizationSpec(dtype="int2"),
+    "tall blocks": QuantizationSpec(dtype="int8", granularity=PerBlockGranularity(block_size=(500, 128))),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_large_layers_are_decoded_in_parts(name, bias, monkeypatch):
+    """The numbers of the prepared model, without ever decoding the whole weight."""
+    torch.manual_seed(0)
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": TILED[name]})
+    config = QuantizerConfig(global_config=module, execution_mode="eager")
+    prepared = Quantizer(nn.Linear(256, 1000, bias=bias).eval(), config).prepare((torch.randn(1, 256),))
+    packed = packed_copy(prepared)
+    monkeypatch.setattr(LazyWeight, "decoded", lambda self: pytest.fail("decoded at once"))
+    for x in (torch.randn(FEW_VECTORS + 1, 256), torch.randn(2, 3, 17, 256), torch.randn(256, MANY_VECTORS).t()):
+        assert sqnr(prepared(x), packed(x)) > 130
+
+
+def test_biases_that_want_gradients_get_them():
+    """Decoding in parts writes into memory that autograd cannot follow."""
+    dense, packed = _layer()
+    x = torch.randn(9, 256)
+    packed[0].bias.requires_grad_()
+    packed(x).sum().backward()
+    assert torch.equal(packed[0].bias.grad, torch.full((512,), 9.0))
+    assert torch.equal(packed(x), dense(x))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # of torch, about TorchScript itself
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32)),
+        QuantizationSpec(dtype="int8", qscheme="asymmetric", granularity=PerChannelGranularity(axis=0)),
+        QuantizationSpec(dtype="int1"),
+        QuantizationSpec(
+            dtype="float4_e2m1fn",
+            scale_dtype="float8_e8m0fnu",
+            granularity=PerBlockGranularity(axis=1, block_size=32),
+        ),
+    ],
+)
+def test_traces_of_torchscript_hold_the_codes(spec):
+    """A packed model is traced, gives the same bits for any number of vectors, and the file stays small."""
+    torch.manual_seed(0)
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
+    config = QuantizerConfig(global_config=module, execution_mode="eager")
+    prepared = Quantizer(nn.Linear(256, 512).eval(), config).prepare((torch.randn(1, 256),))
+    traced = torch.jit.trace(packed_copy(prepared), (torch.randn(3, 256),))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    assert file.tell() < 256 * 512 * 2
+    file.seek(0)
+    x = torch.randn(40, 256)
+    assert torch.equal(torch.jit.load(file)(x), prepared(x))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """What a packed weight reads as: a tensor that is decoded when an operation wants its numbers.
 
 Linear layers that are given few vectors, as when a language model writes token after token, are bound by the bytes of
-their weights; they multiply with the codes. Embeddings decode the rows that are looked up. All else sees the decoded
-tensor.
+their weights; they multiply with the codes. With more vectors, large ones decode a part after the other, which stays in
+a cache until it was multiplied with. Embeddings decode the rows that are looked up. All else sees the decoded tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from bitwright.kernels.packed import PackedMatrix
+from bitwright.kernels.packed import TILE_ROWS, PackedMatrix
 
-__all__ = ["FEW_VECTORS", "SMALL_WEIGHT", "LazyWeight"]
+__all__ = ["FEW_VECTORS", "MANY_VECTORS", "SMALL_WEIGHT", "LazyWeight"]
 
 FEW_VECTORS = 4
-"""Up to so many vectors are multiplied with the codes; more are worth a decoded weight."""
+"""Up to so many vectors are multiplied with the codes; for more it pays to decode the weight."""
+
+MANY_VECTORS = 256
+"""Up to so many, large weights are decoded a part after the other; for more, products with parts cost too much."""
 
 SMALL_WEIGHT = 1 << 16
 """Weights of fewer elements are always decoded: multiplying with codes saves nothing while they fit into a cache."""
@@ -95,14 +98,31 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     if type(weight) is not LazyWeight or type(x) is not torch.Tensor or len(weight.shape) != 2:
         return None
     rows, length = weight.matrix.shape
-    fits = x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.shape[-1:] == (length,)
+    fits = x.dtype == weight.dtype and x.is_cpu and x.shape[-1:] == (length,)
     vectors = x.numel() // length
-    if not fits or not 0 < vectors <= FEW_VECTORS or rows * length < SMALL_WEIGHT:
+    if not fits or not vectors or rows * length < SMALL_WEIGHT:
         return None
     if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled("cpu") or _is_dual(x):
         return None
-    y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
-    return y if bias is None else y + bias
+    if vectors <= FEW_VECTORS and x.dtype == torch.float32:
+        y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
+        return y if bias is None else y + bias
+    if vectors > MANY_VECTORS or rows <= TILE_ROWS or not _is_plain_bias(bias, x, rows):
+        return None
+    return weight.matrix.linear(x.detach().reshape(vectors, length), bias).view(*x.shape[:-1], rows)
+
+
+def _is_plain_bias(bias: Any, x: torch.Tensor, rows: int) -> bool:
+    """Return whether a bias can be added into memory that is there: nothing that torch refuses or differentiates."""
+    if bias is None:
+        return True
+    plain = type(bias) in (torch.Tensor, torch.nn.Parameter) and bias.is_cpu and not _is_dual(bias)
+    return (
+        plain
+        and bias.shape == (rows,)
+        and bias.dtype == x.dtype
+        and not (torch.is_grad_enabled() and bias.requires_grad)
+    )
 
 
 def _is_dual(x: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .number_format import NumberFormat, format_of
@@ -85,6 +87,9 @@ def e8m0_values(codes: torch.Tensor) -> torch.Tensor:
     Args:
         codes: ``uint8`` tensor.
     """
+    if torch.jit.is_tracing():  # TorchScript has no view of another dtype
+        table = [math.ldexp(1.0, code - 127) for code in range(255)]
+        return torch.tensor([*table, math.nan], dtype=torch.float32, device=codes.device)[codes.long()]
     field = codes.to(torch.int32)
     bits = torch.where(field == 0, torch.full_like(field, 1 << 22), field << 23)
     return torch.where(field == 255, torch.full_like(field, 0x7FC00000), bits).view(torch.float32)

@@ -13,10 +13,11 @@ from . import reference
 from .dispatch import form_of
 from .layout import LANES, SMALL
 
-__all__ = ["TILE_BYTES", "PackedMatrix"]
+__all__ = ["TILE_ROWS", "PackedMatrix"]
 
-TILE_BYTES = 1 << 20
-"""Decoded bytes for each thread in ``PackedMatrix.linear``: what stays in a second-level cache."""
+TILE_ROWS = 384
+"""Rows for each thread that ``PackedMatrix.linear`` decodes at a time: few enough to stay in a cache, and as many as a
+matrix product wants, which arranges its other factor anew for each part."""
 
 _BITS = (2, 4, 8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +76,7 @@ class PackedMatrix:
         return out
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``, with no more of the weight decoded at a time than fits into a cache.
+        """Return ``x @ weight.T + bias`` with ``TILE_ROWS`` rows of the weight decoded at a time.
 
         Args:
             x: shape (vectors, length), of a dtype that ``decode`` knows, without gradient like the bias.
@@ -88,11 +89,11 @@ class PackedMatrix:
 
         rows, length = self.shape
         out = torch.empty(x.shape[0], rows, dtype=x.dtype)
-        tiles = list(self._tiles(max(1, TILE_BYTES * thread_count() // (length * x.element_size()))))
+        tiles = list(self._tiles(TILE_ROWS * thread_count()))
         buffer = torch.empty(max(end - begin for begin, end in tiles), length, dtype=x.dtype)
         for begin, end in tiles:
             weight, target = buffer[: end - begin], out[:, begin:end]
-            self._between(begin, end)._decode_into(weight)
+            self._decode_into(weight, begin)
             if bias is None:
                 torch.mm(x, weight.t(), out=target)
             else:
@@ -108,22 +109,11 @@ class PackedMatrix:
             for begin in range(start, stop, step):
                 yield begin, min(begin + step, stop)
 
-    def _between(self, begin: int, end: int) -> PackedMatrix:
-        """The matrix of neighbouring rows, whole blocks or a part of one; it shares memory with this one."""
-        first, last = begin // self.rows_in_block, -(-end // self.rows_in_block)
-        scale, points, origins = (
-            None if part is None else part[first:last] for part in (self.scale, self.points, self.origins)
-        )
-        assert scale is not None
-        codes = self.codes.view(self.shape[0], -1)[begin:end]
-        shape = (end - begin, *self.shape[1:])
-        return replace(self, codes=codes, scale=scale, points=points, origins=origins, shape=shape)
-
-    def _decode_into(self, out: torch.Tensor) -> None:
+    def _decode_into(self, out: torch.Tensor, begin: int = 0) -> None:
         from .cpu.native import DTYPES
         from .cpu.packed import decode_packed_part
 
-        self._run(decode_packed_part, out, DTYPES[out.dtype])
+        self._run(decode_packed_part, out, DTYPES[out.dtype], begin=begin, rows=out.shape[0])
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T``; sums are added in another order than torch's.
@@ -157,14 +147,19 @@ class PackedMatrix:
         shape = (numbers.numel(), *self.shape[1:])
         return replace(self, codes=codes, scale=scale, points=points, origins=origins, shape=shape, rows_in_block=1)
 
-    def _run(self, kernel: Any, out: torch.Tensor, *more: int, alive: Any = None) -> None:
+    def _run(
+        self, kernel: Any, out: torch.Tensor, *more: int, begin: int = 0, rows: int | None = None, alive: Any = None
+    ) -> None:
+        """Call a kernel with all rows, or with some: whole blocks of rows, or a part of one block."""
         from .cpu.threads import run_parts, thread_count
 
-        rows, length = self.shape[0], math.prod(self.shape[1:])
+        rows, length = self.shape[0] if rows is None else rows, math.prod(self.shape[1:])
+        skipped = 4 * (begin // self.rows_in_block) * (length // self.block)
         arguments = (
-            self.codes.data_ptr(), self.bits, self.flip, self.common, self.scale.data_ptr(),
-            0 if self.points is None else self.points.data_ptr(),
-            0 if self.origins is None else self.origins.data_ptr(),
+            self.codes.data_ptr() + begin * (length // 8 * self.bits), self.bits, self.flip, self.common,
+            self.scale.data_ptr() + skipped,
+            0 if self.points is None else self.points.data_ptr() + skipped,
+            0 if self.origins is None else self.origins.data_ptr() + skipped,
             rows, length, self.rows_in_block, self.block, out.data_ptr(), *more,
         )  # fmt: skip
         threads = thread_count() if rows * length >= SMALL else 1
