@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -138,6 +139,120 @@ def test_learned_ranges_train_as_in_torchao(symmetric):
             assert torch.equal(p.reshape(q.shape), q)
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_config(draw):
+    """Arguments that torchao computes with, and a shape that they fit."""
+    where, symmetric = draw.choice(["per_token", "per_channel", "groups"]), draw.random() < 0.5
+    symmetric = symmetric and where != "per_token"
+    learning = draw.random() < 0.4
+    given = {
+        "is_symmetric": symmetric,
+        "scale_precision": draw.choice([*FLOATS, None]),
+        "zero_point_precision": draw.choice(FLOATS if learning and not symmetric else (torch.int32, *FLOATS)),
+        "zero_point_domain": draw.choice([ZeroPointDomain.INT, ZeroPointDomain.FLOAT]),
+        "is_dynamic": not learning and draw.random() < 0.7,
+        "range_learning": learning,
+        "eps": draw.choice([None, 1e-9, 1e-3, 0.05]),
+    }
+    size = draw.choice([2, 3, 8, 33])
+    given |= {"group_size": size} if where == "groups" else {"granularity": where}
+    shape = (draw.randint(1, 6), draw.randint(1, 4) * size)
+    return given, (2, *shape) if where == "per_token" and draw.random() < 0.5 else shape
+
+
+def random_tensor(draw, shape, dtype):
+    """Normal numbers, heavy tails, rows of zeros, one sign, or nearly nothing."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(draw.getrandbits(32)))
+    kind = draw.randrange(6)
+    if kind == 0:
+        x[0] = 0
+    return [x, x**5, x.abs() + 0.5, -x.abs(), x * 1e-7, x * torch.exp(3 * x)][kind].to(dtype)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_configs_are_those_of_torchao(seed):
+    """Outputs and gradients of tensor, scale and zero point, bit for bit, in every precision."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        given, shape = random_config(draw)
+        dtype = getattr(torch, f"{draw.choice(['', 'u'])}int{draw.randint(1, 8)}")
+        config = FakeQuantizeConfig(dtype, **given)
+        assert FakeQuantizeConfig.from_torchao(TorchaoConfig(dtype, **given)) == config
+        assert FakeQuantizeConfig.from_spec(config.to_spec()) == config
+        ours, theirs = config.build(), IntxFakeQuantizer(config.to_torchao())
+        theirs._initialized = True
+        data = draw.choice(FLOATS)
+        first = random_tensor(draw, shape, data)
+        while not first.any():
+            first = random_tensor(draw, shape, data)
+        found = []
+        for simulator, owner in ((ours, ours.qparams_calculator), (theirs, theirs)):
+            results = []
+            for x in (first, first * 0.7):
+                x = x.clone().requires_grad_()
+                y = simulator(x)
+                (y * torch.linspace(-1, 2, y.numel()).reshape(y.shape).to(y.dtype)).sum().backward()
+                results += [y.detach(), x.grad]
+                if config.range_learning:
+                    parameters = [owner.scale] if config.is_symmetric else [owner.scale, owner.zero_point]
+                    results += [parameter.grad.float().flatten() for parameter in parameters]
+                    simulator.zero_grad()
+            found.append(results)
+        for ours_is, theirs_is in zip(*found, strict=True):
+            assert ours_is.dtype == theirs_is.dtype, config
+            torch.testing.assert_close(ours_is, theirs_is, rtol=0, atol=0, equal_nan=True, msg=repr(config))
+
+
+def test_rows_of_zeros_have_no_nan_in_float8():
+    """A padded token stays zero and its gradient finite, where torchao's quantizer gives NaN; others are untouched."""
+    for dtype in FLOATS:
+        x = tensor(dtype=dtype).detach()
+        x[3] = 0
+        x.requires_grad_()
+        config = Float8FakeQuantizeConfig()
+        y, z = config.build()(x), Float8FakeQuantizer(config.to_torchao())(x)
+        assert z[3].isnan().all()
+        assert torch.equal(y[3], torch.zeros(64, dtype=dtype))
+        assert torch.equal(y[:3], z[:3])
+        y.square().sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_gradients_of_float8_do_not_overflow_in_half_precision(dtype):
+    """The gradient of the scale adds up codes as large as 57344, more than float16 holds."""
+    for bounds in ((None, None), (1e-12, 3.0)):
+        config = Float8FakeQuantizeConfig(dtype, "per_tensor", *bounds)
+        x = (tensor(shape=(64, 64)).detach() * 2).half().requires_grad_()
+        weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) * 3
+        (config.build()(x) * weight.half()).sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_float8_specs_quantize_a_model(mode):
+    """FP8 rows for activations and weights: the linear layer computes with torchao's numbers, in both modes."""
+    config = Float8FakeQuantizeConfig()
+    quantizer_config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_input_spec={0: config.to_spec()}, op_output_spec=None, op_state_spec={"weight": config.to_spec()}
+        ),
+        execution_mode=mode,
+    )
+    layer = torch.nn.Linear(64, 8)
+    w, b = layer.weight.detach().clone(), layer.bias.detach().clone()
+    x = tensor().detach()
+    quantizer = Quantizer(layer, quantizer_config)
+    prepared = quantizer.prepare((x,))
+    theirs = Float8FakeQuantizer(config.to_torchao())
+    assert torch.equal(prepared(x), torch.nn.functional.linear(theirs(x), theirs(w), b))
+    with quantizer.training_mode():
+        prepared(x).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in prepared.parameters())
+
+
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("bounds", [(None, None), (0.5, 2.0)])
@@ -201,6 +316,12 @@ def test_attributes_and_properties():
         ({"granularity": "per_row"}, ("granularity", "per_row")),
         ({"group_size": 8, "zero_point_domain": None}, ("ZeroPointDomain.NONE", "None")),
         ({"group_size": 8, "eps": 0.0}, ("eps", "positive")),
+        ({"group_size": 8, "eps": "1e-6"}, ("eps", "positive")),
+        ({"group_size": 0}, ("group_size", "positive")),
+        ({"group_size": "8"}, ("group_size", "'8'")),
+        ({"granularity": PerGroup(-3)}, ("group_size", "-3")),
+        ({"group_size": 8, "scale_precision": "float32"}, ("scale_precision", "'float32'")),
+        ({"group_size": 8, "zero_point_precision": None}, ("zero_point_precision", "None")),
     ],
 )
 def test_bad_combinations_name_both_fields(kwargs, names):
@@ -210,6 +331,12 @@ def test_bad_combinations_name_both_fields(kwargs, names):
     assert all(name in str(error.value) for name in names)
     with pytest.raises(ValueError, match="Unsupported dtype"):
         FakeQuantizeConfig(torch.int16, "per_token")
+    with pytest.raises(ValueError, match=r"`dtype` torch\.float8_e5m2fnuz"):
+        Float8FakeQuantizeConfig(torch.float8_e5m2fnuz)
+    with pytest.raises(TypeError, match=r"Float8FakeQuantizeConfig, got IntxFakeQuantizeConfig without hp_value_lb"):
+        Float8FakeQuantizeConfig.from_torchao(TorchaoConfig(torch.int4, group_size=8))
+    with pytest.raises(TypeError, match=r"IntxFakeQuantizeConfig, got Float8FakeQuantizeConfig without mapping_type"):
+        FakeQuantizeConfig.from_torchao(TorchaoFloat8Config())
 
 
 def test_specs_and_back():

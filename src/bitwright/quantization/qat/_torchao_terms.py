@@ -58,9 +58,7 @@ def read_granularity(granularity: Any, group_size: int | None) -> Any:
     if granularity is None or granularity == "per_group":
         if group_size is None:
             raise ValueError("granularity was 'per_group' but no `group_size` was set")
-        if group_size < 1:
-            raise ValueError(f"`group_size` must be positive, got {group_size!r}.")
-        return _torchao.granularity("PerGroup", group_size)
+        granularity = _torchao.granularity("PerGroup", group_size)
     if isinstance(granularity, str):
         raise ValueError(f"Unexpected granularity: '{granularity}', must be one of {list(_STRINGS)}")
     if isinstance(granularity, QuantizationGranularity):
@@ -69,6 +67,10 @@ def read_granularity(granularity: Any, group_size: int | None) -> Any:
         raise ValueError(f"Granularity '{granularity}' is not supported; use PerToken(), PerAxis(0) or PerGroup(n).")
     if type(granularity).__name__ == "PerAxis" and granularity.axis != 0:
         raise ValueError(f"Only axis=0 is supported for PerAxis granularity, got axis={granularity.axis!r}.")
+    if type(granularity).__name__ == "PerGroup":
+        size = granularity.group_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"`group_size` must be a positive integer, got {size!r}.")
     return granularity
 
 

@@ -45,6 +45,7 @@ _FIELDS = (
     "range_learning",
     "eps",
 )
+_FLOAT8_FIELDS = ("dtype", "granularity", "hp_value_lb", "hp_value_ub")
 
 
 class FakeQuantizeConfigBase:
@@ -76,7 +77,8 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         granularity: ``"per_token"``, ``"per_channel"``, ``"per_group"`` (with ``group_size``); torchao's
             ``PerToken()``, ``PerAxis(0)``, ``PerGroup(n)``; or Bitwright's own granularities that say the same.
         mapping_type: torchao's ``MappingType``, or its name; symmetric if neither it nor ``is_symmetric`` is given.
-        scale_precision: dtype of scales.
+        scale_precision: dtype of scales; None for that of the tensor. Learned scales and zero points are kept in
+            float32, in which small steps of an optimizer are not lost, and rounded in each forward.
         zero_point_precision: dtype of zero points. Zero points of an asymmetric per-channel or per-group config are
             floating point numbers first, and an integer precision cuts off their fraction, as in torchao.
         zero_point_domain: torchao's ``ZeroPointDomain``, or its name: ``INT``, ``FLOAT`` or ``NONE``. Without effect
@@ -96,7 +98,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
     dtype: torch.dtype
     granularity: Any
     mapping_type: Any
-    scale_precision: torch.dtype
+    scale_precision: torch.dtype | None
     zero_point_precision: torch.dtype
     zero_point_domain: Any
     is_dynamic: bool
@@ -108,7 +110,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         dtype: Any,
         granularity: Any = None,
         mapping_type: Any = None,
-        scale_precision: torch.dtype = torch.float32,
+        scale_precision: torch.dtype | None = torch.float32,
         zero_point_precision: torch.dtype = torch.int32,
         zero_point_domain: Any = "INT",
         is_dynamic: bool = True,
@@ -135,8 +137,11 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
                 "`is_dynamic` is not compatible with `range_learning`: a range that is learned is not taken from each "
                 "tensor. Set is_dynamic=False."
             )
-        if not self.scale_precision.is_floating_point:
-            raise ValueError(f"`scale_precision` must be a floating point dtype, got {self.scale_precision}.")
+        scale = self.scale_precision
+        if scale is not None and not (isinstance(scale, torch.dtype) and scale.is_floating_point):
+            raise ValueError(f"`scale_precision` must be a floating point torch.dtype or None, got {scale!r}.")
+        if not isinstance(self.zero_point_precision, torch.dtype):
+            raise ValueError(f"`zero_point_precision` must be a torch.dtype, got {self.zero_point_precision!r}.")
         per_token = type(self.granularity).__name__ == "PerToken"
         if self.zero_point_domain.name == "NONE" and not self.is_symmetric and not per_token:
             raise ValueError(
@@ -148,8 +153,8 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
                 f"`range_learning` with `mapping_type` ASYMMETRIC learns the zero point, which `zero_point_precision` "
                 f"{self.zero_point_precision} does not allow. Set zero_point_precision=torch.float32."
             )
-        if self.eps is not None and not self.eps > 0:
-            raise ValueError(f"`eps` must be positive, got {self.eps!r}.")
+        if self.eps is not None and not (isinstance(self.eps, float | int) and self.eps > 0):
+            raise ValueError(f"`eps` must be a positive number or None, got {self.eps!r}.")
 
     @property
     def group_size(self) -> int:
@@ -171,7 +176,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; ``group_size`` and ``is_symmetric`` set granularity and mapping type."""
         if name == "group_size":
-            name, value = "granularity", _torchao.granularity("PerGroup", value)
+            name, value = "granularity", read_granularity(None, value)
         elif name == "is_symmetric":
             name, value = "mapping_type", read_mapping_type(None, value)
         super().__setattr__(name, value)
@@ -274,7 +279,7 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
         hp_value_ub: float | None = None,
     ) -> None:
         if dtype not in _FP8:
-            raise ValueError(f"{dtype} is not a float8 dtype")
+            raise ValueError(f"`dtype` {dtype} is not a float8 dtype of this config: choose from {list(_FP8)}")
         if isinstance(granularity, type):
             raise ValueError(
                 "Please specify the granularity object instead of the class, e.g. PerRow() instead of PerRow"
@@ -320,7 +325,17 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
 
     @classmethod
     def from_torchao(cls, config: Any) -> Float8FakeQuantizeConfig:
-        """Return the config that torchao's ``Float8FakeQuantizeConfig`` is."""
+        """Return the config that torchao's ``Float8FakeQuantizeConfig`` is.
+
+        Raises:
+            TypeError: ``config`` is something else.
+        """
+        missing = [name for name in _FLOAT8_FIELDS if not hasattr(config, name)]
+        if missing:
+            raise TypeError(
+                f"Expected torchao's Float8FakeQuantizeConfig, got {type(config).__name__} without "
+                f"{', '.join(missing)}."
+            )
         return cls(config.dtype, config.granularity, config.hp_value_lb, config.hp_value_ub)
 
     def to_torchao(self) -> Any:

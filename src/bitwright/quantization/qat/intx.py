@@ -33,7 +33,7 @@ class IntxQuantizationSpec(QuantizationSpec):
     """A ``QuantizationSpec`` with the numbers of torchao's ``IntxFakeQuantizer``; see :class:`FakeQuantizeConfig`.
 
     Attributes:
-        scale_precision: dtype of scales.
+        scale_precision: dtype of scales; None for that of the tensor.
         zero_point_precision: dtype of zero points.
         zero_point_domain: ``"INT"``, ``"FLOAT"`` or ``"NONE"``.
         is_dynamic: parameters from each tensor; else from the first one.
@@ -44,7 +44,7 @@ class IntxQuantizationSpec(QuantizationSpec):
     fake_quantize_cls: Annotated[Any, RegisteredClass(FakeQuantizeImplBase)] = Field(
         default="intx", validate_default=True
     )
-    scale_precision: DtypeField = torch.float32
+    scale_precision: DtypeField | None = torch.float32
     zero_point_precision: DtypeField = torch.int32
     zero_point_domain: Literal["INT", "FLOAT", "NONE"] = "INT"
     is_dynamic: bool = True
@@ -79,7 +79,7 @@ class _IntxParameters(QParamsCalculatorBase):
     def __init__(
         self,
         *,
-        scale_precision: torch.dtype = torch.float32,
+        scale_precision: torch.dtype | None = torch.float32,
         zero_point_precision: torch.dtype = torch.int32,
         zero_point_domain: Domain = "INT",
         eps: float | None = None,
@@ -111,7 +111,7 @@ class _IntxParameters(QParamsCalculatorBase):
             symmetric=self.qscheme != QuantizationScheme.ASYMMETRIC,
             float_domain=self._float_domain,
             eps=self.eps,
-            scale_precision=self.scale_precision,
+            scale_precision=self.scale_precision or min_val.dtype,
             zero_point_precision=self.zero_point_precision,
         )
         return scale, None if self.zero_point_domain == "NONE" and self._float_domain else zero_point, None
@@ -150,6 +150,7 @@ class _IntxLearnedQParamsCalculator(_IntxParameters, LearnedQParamsCalculatorBas
     """Scale, and with an asymmetric scheme the zero point, as parameters."""
 
     fake_quantize_key = "intx"
+    _MARGIN_OF_ZEROS = 0.0  # as torchao has it
 
     def __init__(self, **kwargs: Any) -> None:
         self._LEARNED = ("scale",) if kwargs["qscheme"] != QuantizationScheme.ASYMMETRIC else ("scale", "zero_point")
@@ -190,7 +191,7 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
         self,
         *,
         qparams_calculator: QParamsCalculatorBase,
-        scale_precision: torch.dtype = torch.float32,
+        scale_precision: torch.dtype | None = torch.float32,
         zero_point_precision: torch.dtype = torch.int32,
         zero_point_domain: Domain = "INT",
         is_dynamic: bool = True,
@@ -232,12 +233,15 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
     def _bounds(self) -> tuple[int, int]:
         return int(self.quant_min), int(self.quant_max)
 
-    def _typed(self, scale: torch.Tensor, zero_point: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _typed(
+        self, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the parameters in their precisions, for a tensor of ``dtype``."""
         if isinstance(self.qparams_calculator, LearnedQParamsCalculatorBase):
             calculator: Any = self.qparams_calculator  # the parameters themselves, which get a gradient
             scale, zero_point = calculator.scale, calculator.zero_point
         zero_point = None if zero_point is None else zero_point.to(self.zero_point_precision)
-        return scale.to(self.scale_precision), zero_point
+        return scale.to(self.scale_precision or dtype), zero_point
 
     def _fake_quantize(
         self,
@@ -246,7 +250,7 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
         zero_point: torch.Tensor | None,
         minval: torch.Tensor | None,
     ) -> torch.Tensor:
-        scale, zero_point = self._typed(scale, zero_point)
+        scale, zero_point = self._typed(scale, zero_point, tensor.dtype)
         block_size = self._block_size(tensor.shape)
         return fake_quantize_intx(tensor, scale, zero_point, block_size, self._bounds, self.zero_point_domain)
 
@@ -261,7 +265,7 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
         cast_to_target_dtype: bool = True,
     ) -> torch.Tensor:
         """Return the codes of ``tensor``; see the base class."""
-        scale, zero_point = self._typed(scale, zero_point)
+        scale, zero_point = self._typed(scale, zero_point, tensor.dtype)
         block_size = self._block_size(tensor.shape)
         codes = encode_intx(tensor, scale, zero_point, block_size, self._bounds, self.zero_point_domain).detach()
         return codes.to(self.target_dtype if cast_to_target_dtype else tensor.dtype)
@@ -275,7 +279,7 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
         output_dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Return the values that codes stand for; see the base class."""
-        scale, zero_point = self._typed(scale, zero_point)
+        scale, zero_point = self._typed(scale, zero_point, output_dtype)
         block_size = self._block_size(tensor.shape)
         return decode_intx(
             tensor.to(torch.float32), scale, zero_point, block_size, self._bounds, self.zero_point_domain, output_dtype

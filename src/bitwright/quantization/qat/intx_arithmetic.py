@@ -29,7 +29,7 @@ class _Round(torch.autograd.Function):
         return grad
 
 
-class _RoundToFloat8(torch.autograd.Function):
+class _RoundTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.to(dtype).to(torch.float32)
@@ -131,8 +131,10 @@ def decode_intx(
     values, step = codes.reshape(view), scale.reshape(wide)
     if domain == "FLOAT":
         assert zero_point is not None
-        values = ((values - _middle(bounds)).to(output_dtype) * step).to(output_dtype)
-        values = values + zero_point.reshape(wide)
+        # In place, so that gradients of scale and zero point are rounded to the output's dtype, as in torchao.
+        values = (values - _middle(bounds)).to(output_dtype)
+        values *= step
+        values += zero_point.reshape(wide)
     else:
         values = values.to(output_dtype)
         if domain == "INT" and zero_point is not None:
@@ -159,18 +161,24 @@ def fake_quantize_float8(
 ) -> torch.Tensor:
     """Fake-quantize to FP8 with ``scale = clamp(max_abs, low, high) / largest`` of each block, in float32.
 
-    The gradient passes straight through the rounding and flows through the scale.
+    Bounds and scale are rounded to the dtype of ``x``. A block whose scale is zero comes out as zeros; torchao makes
+    its zeros NaN. The gradient passes straight through each rounding and flows through the scale, in float32.
     """
     view, inner, wide, _ = block_view_shape(tuple(x.shape), block_size)
-    blocks = x.reshape(view)
+    blocks = x.reshape(view).to(torch.float32)
     max_abs = blocks.abs().amax(inner, keepdim=True) if inner else blocks.abs()
     if low is not None or high is not None:
-        max_abs = torch.clamp(max_abs, min=low, max=high)
+        max_abs = _round_to(torch.clamp(max_abs, min=low, max=high), x.dtype)
     largest = torch.finfo(dtype).max
-    scale = (max_abs / largest).reshape(wide).to(torch.float32)
-    scaled = torch.clamp(blocks.to(torch.float32) / scale, -largest, largest)
-    values: torch.Tensor = _RoundToFloat8.apply(scaled, dtype)  # type: ignore[no-untyped-call]
+    scale = _round_to((max_abs / largest).reshape(wide), x.dtype)
+    scaled = blocks / torch.where(scale == 0, 1.0, scale)
+    values = _round_to(torch.clamp(scaled, -largest, largest), dtype)
     return (values * scale).reshape(x.shape).to(x.dtype)
+
+
+def _round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rounded: torch.Tensor = _RoundTo.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def _middle(bounds: tuple[int, int]) -> float:

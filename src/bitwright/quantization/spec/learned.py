@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 _SMALLEST = torch.finfo(torch.float32).eps
-_INSIDE = 1e-6
 
 
 class _Statistics:
@@ -58,6 +57,9 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
 
     #: Registry key of the fake quantizer that trains the parameters; the factory takes it in place of ``"default"``.
     fake_quantize_key: ClassVar[str] = "lsq"
+
+    #: Added to both ends of a block of zeros: zero would lie at the edge of its range, where no gradient passes.
+    _MARGIN_OF_ZEROS: ClassVar[float] = 1e-6
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -118,8 +120,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
 
     def _start_from(self, statistics: _Statistics) -> None:
         mean_abs = (statistics.abs_sum / max(statistics.count, 1.0)).float()
-        # Zero lies at the edge of an affine range of width zero, where no gradient passes: put it inside.
-        empty = ((statistics.low == 0) & (statistics.high == 0)).float() * _INSIDE
+        empty = ((statistics.low == 0) & (statistics.high == 0)).float() * self._MARGIN_OF_ZEROS
         values = self._initial_values(statistics.low - empty, statistics.high + empty, mean_abs)
         for name, value in values.items():
             if name in self._LEARNED:
