@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,25 +103,31 @@ def test_dtensors_get_the_parameters_of_the_whole(two, kind, dim):
 
 
 _FAILING = """
-import torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from tests.distributed import processes
 dist.init_process_group("gloo")
 quantizer, prepared = processes.prepare("eager")
 with quantizer.calibration_mode():
     prepared(processes.batch(0, dist.get_rank())[0])
     if dist.get_rank() == 1:
+        with open(sys.argv[1], "w") as file:
+            file.write(str(time.time()))
         raise ValueError("the data of rank 1 is broken")
 """
+_SOON = 60  # seconds; torchrun itself gives the other rank up to 30
 
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_run_with_its_error(tmp_path: Path):
-    """torchrun ends, soon and with the message, though the other rank waits in the merge."""
+    """torchrun ends, soon after the error and with its message, though the other rank waits in the merge."""
+    processes.calibrate("eager", [1], [0])  # what is compiled now need not be compiled by both ranks at once
     root = Path(__file__).parents[2]
-    script = tmp_path / "failing.py"
+    script, failed = tmp_path / "failing.py", tmp_path / "failed"
     script.write_text(_FAILING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, failed]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=root, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
+    ended = time.time()
     assert done.returncode != 0
     assert "the data of rank 1 is broken" in done.stderr
+    assert ended - float(failed.read_text()) < _SOON
