@@ -31,6 +31,24 @@ def test_errors_of_converters_become_one_of_ours(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_cause_that_a_converter_names_is_in_the_message():
+    """Long advice comes first in some; colours of a terminal are dropped."""
+
+    @converting("gizmo")
+    def convert():
+        try:
+            raise LookupError("no function for grouped_mm_fallback")
+        except LookupError as error:
+            raise RuntimeError("Conversion \x1b[96mfailed\x1b[0m.\n" + "- Do this.\n" * 50) from error
+
+    with pytest.raises(ConversionError) as raised:
+        convert()
+    message = str(raised.value)
+    assert "RuntimeError: Conversion failed." in message
+    assert "because of LookupError: no function for grouped_mm_fallback" in message
+    assert "batched_mm" in message
+
+
 def test_our_own_errors_pass_through():
     from bitwright.artifact import ArtifactError
 

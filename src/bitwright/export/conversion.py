@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,9 @@ from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph"]
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
 class ConversionError(BitwrightError, RuntimeError):
@@ -43,11 +47,7 @@ def converting(converter: str) -> Iterator[None]:
     except (BitwrightError, ImportError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ConversionError(
-            f"{converter} cannot take this model: {type(error).__name__}: {_words(error)}. "
-            "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
-            "leave the layers at fault out of the configuration."
-        ) from error
+        raise ConversionError(f"{converter} cannot take this model: {_words(error)}. {_remedy(error)}") from error
 
 
 @contextlib.contextmanager
@@ -57,8 +57,36 @@ def _output_dropped() -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400].rstrip(".") if lines else "no message"
+    """What converters say first, and what they say it was caused by, without the colours of a terminal."""
+    chain = _chain(error)
+    found = [_first_lines(error)] + ([f"(because of {_first_lines(chain[-1])})"] if len(chain) > 1 else [])
+    return " ".join(found)
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    text = " ".join(lines[:3])[:400].rstrip(".") if lines else "no message"
+    return f"{type(error).__name__}: {text}"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _remedy(error: Exception) -> str:
+    general = (
+        "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
+        "leave the layers at fault out of the configuration."
+    )
+    if not any(op in str(part) for part in _chain(error) for op in _GROUPED_EXPERTS):
+        return general
+    return (
+        f"{general} Mixtures of experts of transformers sort tokens by expert, which few converters know; with "
+        "config._experts_implementation = 'batched_mm', set before the model is made, they do not."
+    )
 
 
 def captured(
