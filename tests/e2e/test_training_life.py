@@ -276,12 +276,12 @@ def test_compiled_training(name: str, mode: str) -> None:
         ranges = {k: v for k, v in run.state().items() if k.endswith(("running_min", "running_max"))}
         results.append((run.gradients(), ranges))
     (gradients, ranges), (compiled_gradients, compiled_ranges) = results
-    assert_equal(ranges, compiled_ranges, rtol=2e-2, atol=1e-3)
+    assert_equal(ranges, compiled_ranges, rtol=1e-5, atol=1e-6)
     largest = max(float(value.abs().max()) for value in gradients.values())
     assert gradients.keys() == compiled_gradients.keys()
     for key, value in gradients.items():
         error = (value - compiled_gradients[key]).norm() / max(float(value.norm()), 1e-3 * largest)
-        assert error < 0.1, key
+        assert error < 1e-4, key
 
 
 @all_slow

@@ -367,3 +367,33 @@ def test_tensors_that_share_a_simulator_move_its_range_together(batches: int) ->
     shared = next(node for node in prepared.graph.nodes if node.name.startswith("cat")).args[0][0]
     ranges = prepared.get_submodule(shared.target).qparams_calculator
     assert float(ranges.running_max) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_compiled_step_observes_what_the_other_does() -> None:
+    """Tensors that share a simulator move its range together, and what is simulated may be added to in place."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            y += x
+            return torch.cat([y, x], -1)
+
+    results: list[dict[str, torch.Tensor]] = []
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        quantizer = Quantizer(Small(), QuantizerConfig(global_config=ModuleQuantizerConfig(op_state_spec=None)))
+        prepared: Any = quantizer.prepare((data[0],))
+        run = torch.compile(prepared, fullgraph=True, backend="aot_eager") if compiled else prepared
+        with quantizer.training_mode():
+            for batch in data:
+                run(batch * 4).square().mean().backward()
+        gradients = {name: parameter.grad for name, parameter in prepared.named_parameters()}
+        results.append({**prepared.state_dict(), **gradients})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")

@@ -35,11 +35,15 @@ class _Progress:
 
 
 class _Step:
-    """The tensors of one step of a running range: the range before it, and the union of theirs."""
+    """The tensors of one step of a running range: how many so far, the range before it, and the union of theirs.
 
-    __slots__ = ("before", "union")
+    Between two steps all of it is as it was at first, so that a compiled graph of a whole step holds for the next.
+    """
+
+    __slots__ = ("before", "position", "union")
 
     def __init__(self) -> None:
+        self.position = 0
         self.before: tuple[torch.Tensor, torch.Tensor] | None = None
         self.union: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -59,7 +63,6 @@ class RunningRangeMixin(_Base):
     running_min: torch.Tensor
     running_max: torch.Tensor
     tensors_per_step: int = 1
-    _step: _Step | None = None
 
     _STATE_BUFFERS = ("scale", "zero_point", "minval", "running_min", "running_max")
 
@@ -69,6 +72,7 @@ class RunningRangeMixin(_Base):
             self.register_buffer("running_min", torch.empty(0))
             self.register_buffer("running_max", torch.empty(0))
         self._progress = _Progress()
+        self._step = _Step()
 
     @abstractmethod
     def update_running_range(self, min_val: torch.Tensor, max_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +101,7 @@ class RunningRangeMixin(_Base):
 
     def compute_qparams(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> QParams:
         """Update the running range and return its parameters. The first tensor's range is taken as it is."""
-        if self.tensors_per_step > 1 and not torch.compiler.is_compiling():
+        if self.tensors_per_step > 1:
             low, high = self._in_step(min_val, max_val)
         else:
             low, high = self._moved(min_val, max_val)
@@ -120,21 +124,25 @@ class RunningRangeMixin(_Base):
 
     def _in_step(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the running range after one of the tensors that move it together."""
-        if self._step is None:
-            self._step = _Step()
         step = self._step
-        is_first = self._progress.restart or self._progress.observations % self.tensors_per_step == 0
-        if is_first or step.union is None or step.union[0].shape != low.shape:
+        low, high = low.detach(), high.detach()
+        if self._progress.restart or step.position == 0 or step.union is None or step.union[0].shape != low.shape:
             is_begun = self._initialized and not self._progress.restart
             step.before = (self.running_min.clone(), self.running_max.clone()) if is_begun else None
-            step.union = low.detach(), high.detach()
+            step.position, union = 0, (low, high)
         else:
-            step.union = torch.minimum(step.union[0], low.detach()), torch.maximum(step.union[1], high.detach())
-        if step.before is None:
-            return step.union
-        self._store_buffer("running_min", step.before[0])
-        self._store_buffer("running_max", step.before[1])
-        return self.update_running_range(*step.union)
+            union = torch.minimum(step.union[0], low), torch.maximum(step.union[1], high)
+        before = step.before
+        step.position = (step.position + 1) % self.tensors_per_step
+        if step.position:
+            step.union = union
+        else:
+            step.before = step.union = None
+        if before is None:
+            return union
+        self._store_buffer("running_min", before[0])
+        self._store_buffer("running_max", before[1])
+        return self.update_running_range(*union)
 
     def _initialize_state(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> None:
         with torch.inference_mode(False):
