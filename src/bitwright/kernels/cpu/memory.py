@@ -129,13 +129,19 @@ class _Blocks:
     def _take_back(self, number: int) -> None:
         block = self._lent.pop(number)[1]
         block.idle_since = self._now
+        excess = self.idle_bytes() + block.size - _MOST_IDLE
+        if excess > 0:
+            self._drop(excess)
+        self._idle.setdefault(block.size, deque()).append(block)
+
+    def _drop(self, excess: int) -> None:
+        """Give back blocks of so many bytes, the longest idle of each size first."""
         for blocks in tuple(self._idle.values()):
-            while blocks and self.idle_bytes() + block.size > _MOST_IDLE:
+            while excess > 0:
                 try:
-                    blocks.popleft()
+                    excess -= blocks.popleft().size
                 except IndexError:
                     break
-        self._idle.setdefault(block.size, deque()).append(block)
 
 
 _blocks = _Blocks()
