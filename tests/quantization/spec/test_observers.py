@@ -76,27 +76,84 @@ def test_percentile_on_a_gaussian_is_the_quantile():
 
 
 def test_entropy_threshold_is_the_one_of_a_plain_search():
-    """The threshold is the best of all 2048, up to one of 128 tries, by a direct float64 transcription."""
-    x = gaussian()
+    """The threshold is the best of all, up to the distance of the tries, by a direct float64 transcription."""
+    x = gaussian(100_000)
     fq = make(dtype="int4", range_calculator_cls="histogram")
     fq(x)
-    reach = 2.0 ** math.ceil(math.log2(x.abs().max()))
-    counts = torch.histc(x.abs().double(), 2048, 0, reach).tolist()
+    top = math.ceil(math.log2(x.abs().max()))
+    edges = [2.0**octave * (1 + i / 128) for octave in range(top - 12, top) for i in range(128)] + [2.0**top]
+    counts = torch.histogram(x.abs().double(), torch.tensor(edges, dtype=torch.float64)).hist.tolist()
 
     def divergence(kept):
-        p = counts[:kept]
-        q = [0.0] * kept
+        codes = [int((edges[j] + edges[j + 1]) / 2 / edges[kept] * 8) for j in range(kept)]
+        p, q = counts[:kept], [0.0] * kept
         for level in range(8):
-            members = [j for j in range(kept) if j * 8 // kept == level and p[j]]
+            members = [j for j in range(kept) if codes[j] == level and p[j]]
+            covered = sum(edges[j + 1] - edges[j] for j in members)
+            total = sum(p[j] for j in members)
             for j in members:
-                q[j] = sum(p[m] for m in members) / len(members)
+                q[j] = total * (edges[j + 1] - edges[j]) / covered
         p = [*p[:-1], p[-1] + sum(counts[kept:])]
         if any(a and not b for a, b in zip(p, q, strict=True)):
             return math.inf
         return sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True) if a)
 
-    kept = round(fq.qparams_calculator.scale.item() * 7.5 / (reach / 2048))
-    assert divergence(kept) <= min(divergence(k) for k in range(40, 2048, 40)) * 1.02
+    threshold = fq.qparams_calculator.scale.item() * 7.5
+    kept = min(range(len(edges)), key=lambda j: abs(edges[j] - threshold))
+    assert edges[kept] == pytest.approx(threshold, rel=1e-4)
+    middle = next(j for j, edge in enumerate(edges) if edge > 0.6745)
+    assert divergence(kept) <= min(divergence(k) for k in range(middle, len(edges), 5)) * 1.02
+
+
+def with_outliers(size, count=4):
+    """A million normal numbers, of which a few are as large as the massive activations of language models."""
+    x = gaussian(1_000_000)
+    x[:: len(x) // count] = size
+    return x
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("batches", [1, 20])
+def test_a_few_huge_values_do_not_hide_the_others(size, batches):
+    """Percentile and entropy find the range of the bulk, however far away some values are and in whichever batch."""
+    x = with_outliers(size)
+    for kind, least, most in (("percentile", 3.85, 3.93), ("histogram", 3.5, 4.6)):
+        fq = make(range_calculator_cls=kind, qscheme="symmetric")
+        for batch in x.chunk(batches):
+            fq(batch)
+        assert least < fq.qparams_calculator.scale.item() * 127.5 < most, kind
+
+
+def test_percentiles_of_heavy_tails_are_the_quantiles():
+    """Cauchy's distribution, whose largest value is a million times the median: quantiles to within a percent."""
+    x = torch.randn(2, 1_000_000, generator=torch.Generator().manual_seed(1))
+    x = (x[0] / x[1]).abs()
+    for percent in (90.0, 99.0, 99.9):
+
+        class Spec(QuantizationSpec):
+            percentile: float = percent
+
+        fq = QuantizationComponentFactory.create_fake_quantizer(Spec(range_calculator_cls="percentile"), "activation")
+        for batch in x.chunk(10):
+            fq(batch)
+        high = fq.qparams_calculator.range_calculator.current_range()[1].item()
+        assert high == pytest.approx(x.sort().values[int(len(x) * (0.5 + percent / 200))].item(), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_bins_hold_their_elements(dtype):
+    """Every element lies between the edges of the bin that counts it, from the largest float to subnormal ones."""
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, 1e-3, -1e-7, 1e-40, 6e4, -5.7], dtype=dtype)
+    for scale in (1.0, 1e-30, 1e30) if dtype != torch.float16 else (1.0,):
+        values = (x * scale).nan_to_num(posinf=1.0)
+        histogram = Histogram.of(values[None])
+        edges = histogram.edges[0]
+        assert (edges.diff() >= 0).all()
+        for value in values.float().double():
+            place = Histogram.of(torch.tensor([[value, values.double().abs().max()]])).counts[0]
+            bins = [b for b in place.nonzero().flatten().tolist() if edges[b] <= value <= edges[b + 1]]
+            assert bins, value
+        assert histogram.counts.sum() == len(values)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Histograms that add up exactly: how often values fall into the bins of nested grids."""
+"""Histograms that add up exactly: how often values fall into the bins of nested grids of floating point numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import torch
 
 __all__ = ["Histogram"]
 
-_BINS = 4096
-_BINS_OF_MANY = 1024
+_FINENESS = 7  # log2 of the bins of an octave
+_OCTAVES = 24
+_OCTAVES_OF_MANY = 8
 _MANY = 256
+_MANTISSA, _BIAS = 23, 127  # of float32
+_SHIFT = _MANTISSA - _FINENESS
 _SMALLEST_EXPONENT = -126
 
 
 class Histogram:
-    """Counts of the elements of each block over ``bins`` even bins of ``[-2**e, 2**e)``, with ``e`` per block.
+    """Counts of the elements of each block over bins of ``[-2**e, 2**e)``, with ``e`` per block.
 
-    ``e`` is the smallest that holds all elements. A larger ``e`` joins bins in pairs, so that the histogram of many
-    tensors does not depend on their order or on how they were split: merging is exact, associative and commutative.
+    Each of the 24 octaves (8 for many blocks) below ``2**e`` is divided evenly, so that bins are narrow where values
+    are small: a few large elements do not hide how the others are distributed. The bins beside zero hold what is
+    smaller still. A bin is a run of float32 numbers that begin with the same bits.
+
+    ``e`` is the smallest that holds all elements. A larger ``e`` joins the bins next to zero, so that the histogram of
+    many tensors does not depend on their order or on how they were split: merging is exact, associative, commutative.
 
     Attributes:
         counts: int64 ``[blocks, bins]``.
@@ -33,37 +40,37 @@ class Histogram:
     @classmethod
     def of(cls, blocks: torch.Tensor) -> Histogram:
         """Return the histogram of ``blocks [blocks, elements]``; NaN and infinities are not counted."""
-        values = blocks.detach().to(torch.float64)
+        values = blocks.detach().to(torch.float32)
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
-        rows, bins = len(values), _BINS if len(values) <= _MANY else _BINS_OF_MANY
-        low, high = values.amin(1).float() + 0.0, values.amax(1).float() + 0.0  # no negative zero
+        rows = len(values)
+        half = (_OCTAVES if rows <= _MANY else _OCTAVES_OF_MANY) << _FINENESS
+        low, high = values.amin(1) + 0.0, values.amax(1) + 0.0  # no negative zero
         largest = torch.maximum(-low, high)
         exponents = torch.frexp(largest).exponent.long().clamp(min=_SMALLEST_EXPONENT)
         exponents = torch.where(largest > 0, exponents, _SMALLEST_EXPONENT)
-        half = bins // 2
-        # Scaling by a power of two and floor are exact, so an element's bin is the same whichever grid counts it first.
-        scale = _power_of_two(float(half), -exponents)
-        index = (torch.floor(values * scale[:, None]).long() + half).clamp(0, bins - 1)
-        index += torch.arange(rows, device=index.device)[:, None] * bins
-        counts = torch.bincount(index[finite], minlength=rows * bins).reshape(rows, bins)
+        leading = (values.abs().view(torch.int32) >> _SHIFT).long()
+        size = (leading - _first(exponents, half)[:, None]).clamp(min=0)
+        index = torch.where(values < 0, half - 1 - size, half + size)
+        index += torch.arange(rows, device=index.device)[:, None] * (2 * half)
+        counts = torch.bincount(index[finite], minlength=rows * 2 * half).reshape(rows, 2 * half)
         return cls(counts, exponents, low, high)
 
     @property
     def bins(self) -> int:
-        """Number of bins."""
+        """Number of bins, the same on both sides of zero."""
         return self.counts.shape[1]
 
     @property
-    def width(self) -> torch.Tensor:
-        """Width of a bin, float64 ``[blocks]``."""
-        return _power_of_two(2.0 / self.bins, self.exponents)
-
-    @property
     def edges(self) -> torch.Tensor:
-        """Left edge of every bin, float64 ``[blocks, bins]``."""
-        steps = torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) - self.bins // 2
-        return steps * self.width[:, None]
+        """Edges of the bins, ascending, float64 ``[blocks, bins + 1]``."""
+        half = self.bins // 2
+        steps = torch.arange(half + 1, device=self.counts.device)
+        leading = (_first(self.exponents, half)[:, None] + steps).clamp(min=0)
+        edges = (leading << _SHIFT).to(torch.int32).view(torch.float32).double()
+        edges = torch.where(edges.isinf(), 2.0 ** (_BIAS + 1), edges)
+        edges[:, 0] = 0.0
+        return torch.cat([-edges[:, 1:].flip(1), edges], 1)
 
     def merged(self, other: Histogram) -> Histogram:
         """Return the histogram of the elements of both.
@@ -84,16 +91,14 @@ class Histogram:
 
     def _on(self, exponents: torch.Tensor) -> torch.Tensor:
         """Return the counts on the grid of larger exponents."""
-        counts, missing = self.counts, exponents - self.exponents
-        # Once everything lies in the two middle bins, joining bins changes nothing more.
-        for _ in range(min(int(missing.max()), self.bins.bit_length())):
-            rows = missing > 0
-            joined = torch.zeros_like(counts)
-            quarter = self.bins // 4
-            joined[:, quarter : 3 * quarter] = counts.reshape(len(counts), -1, 2).sum(-1)
-            counts = torch.where(rows[:, None], joined, counts)
-            missing = missing - 1
-        return counts
+        if torch.equal(exponents, self.exponents):
+            return self.counts
+        half = self.bins // 2
+        shift = (exponents - self.exponents)[:, None] << _FINENESS
+        places = (torch.arange(half, device=shift.device) - shift).clamp(min=0)
+        above = torch.zeros_like(self.counts[:, half:]).scatter_add_(1, places, self.counts[:, half:])
+        below = torch.zeros_like(above).scatter_add_(1, places, self.counts[:, :half].flip(1))
+        return torch.cat([below.flip(1), above], 1)
 
     def to_tensor(self) -> torch.Tensor:
         """Return everything in one int64 tensor, for checkpoints and other processes."""
@@ -110,6 +115,6 @@ class Histogram:
         return cls(counts.reshape(rows, bins), exponents, *extremes)
 
 
-def _power_of_two(factor: float, exponents: torch.Tensor) -> torch.Tensor:
-    factors = torch.full(exponents.shape, factor, dtype=torch.float64, device=exponents.device)
-    return torch.ldexp(factors, exponents)
+def _first(exponents: torch.Tensor, half: int) -> torch.Tensor:
+    """Return the leading bits of the smallest number of ``half`` bins below ``2**exponents``, as an integer."""
+    return ((exponents + _BIAS) << _FINENESS) - half
