@@ -346,3 +346,32 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not model._forward_pre_hooks
     torch.set_rng_state(state)
+
+
+class _Named(nn.Module):
+    """A layer under a name of the caller's choice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(4, 4))
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return getattr(self, self.name)(x)
+
+
+@pytest.mark.parametrize("name", ["code", "twin", "input_check"])
+def test_submodules_may_have_the_names_of_a_graph_modules_attributes(name: str) -> None:
+    model = _Named(name)
+    x = torch.randn(2, 4)
+    module, _ = capture_graph(model, (x,))
+    assert torch.equal(module(x), model(x))
+    assert torch.equal(copy.deepcopy(module)(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), model(x))
+    assert list(module.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["graph", "meta", "recompile"])
+def test_names_that_a_graph_module_cannot_do_without_are_told(name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"'{name}' \(it holds '{name}.weight'\).*Rename.*eager"):
+        capture_graph(_Named(name), (torch.randn(2, 4),))

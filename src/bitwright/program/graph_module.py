@@ -11,7 +11,7 @@ from torch import fx, nn
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
 
-__all__ = ["TracedGraphModule", "as_traced"]
+__all__ = ["RESERVED_NAMES", "TracedGraphModule", "as_traced", "uncompiled_copy"]
 
 # Set anew whenever the graph is; what refers to generated code is neither copied nor pickled.
 _REBUILT = ("_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "_tracer_cls")
@@ -37,12 +37,12 @@ class TracedGraphModule(fx.GraphModule):
         self._buffers.update(root._buffers)
         self._non_persistent_buffers_set |= root._non_persistent_buffers_set
         self.training = root.training
-        self.set_graph(graph)
+        self._set_graph(graph)
         self._input_check = check
         if check is not None:
             self.register_forward_pre_hook(check, with_kwargs=True)
 
-    def set_graph(self, graph: fx.Graph) -> None:
+    def _set_graph(self, graph: fx.Graph) -> None:
         """Take over another graph; its code is generated at the first call, or by ``recompile``."""
         self._graph = graph
         graph.owning_module = self
@@ -50,16 +50,14 @@ class TracedGraphModule(fx.GraphModule):
         type(self).forward = _generate_first
 
     @property
-    def code(self) -> str:
-        """The generated Python code."""
+    def code(self) -> Any:
+        """The generated Python code; or the model's own tensor or submodule of that name."""
+        for own in (self._modules, self._parameters, self._buffers):
+            if "code" in own:
+                return own["code"]
         if "_code" not in self.__dict__:
             self.recompile()
         return str(self._code)
-
-    @property
-    def input_check(self) -> InputCheck | None:
-        """What is known about the inputs; None where they are not checked."""
-        return self._input_check
 
     @property
     def _exported_training(self) -> bool:
@@ -67,19 +65,8 @@ class TracedGraphModule(fx.GraphModule):
         return self.training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedGraphModule:
-        twin = self.twin(memo)
+        twin = uncompiled_copy(self, memo)
         twin.recompile()
-        return twin
-
-    def twin(self, memo: dict[int, Any]) -> TracedGraphModule:
-        """Return a deep copy whose code is not generated yet; ``memo`` as for ``copy.deepcopy``."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        for key, value in self.__dict__.items():
-            if key not in _REBUILT:
-                twin.__dict__[key] = copy.deepcopy(value, memo)
-        twin.set_graph(copy_graph(self.graph))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,12 +77,28 @@ class TracedGraphModule(fx.GraphModule):
         return self.__reduce__()
 
 
+def uncompiled_copy(module: TracedGraphModule, memo: dict[int, Any]) -> TracedGraphModule:
+    """Return a deep copy whose code is not generated yet; ``memo`` as for ``copy.deepcopy``."""
+    twin = type(module).__new__(type(module))
+    memo[id(module)] = twin
+    nn.Module.__init__(twin)
+    for key, value in module.__dict__.items():
+        if key not in _REBUILT:
+            twin.__dict__[key] = copy.deepcopy(value, memo)
+    twin._set_graph(copy_graph(module.graph))
+    return twin
+
+
 def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule:
     module = TracedGraphModule.__new__(TracedGraphModule)
     nn.Module.__init__(module)
     module.__dict__.update(state)
     module.graph = record.graph()
     return module
+
+
+#: Names under which a graph module has attributes of its own, so that a graph cannot read a model's state there.
+RESERVED_NAMES = (set(dir(TracedGraphModule)) - set(dir(nn.Module)) - {"code"}) | {"meta", "_graph", "_code"}
 
 
 def _generate_first(self: TracedGraphModule, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
-from .graph_module import TracedGraphModule, as_traced
+from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .input_check import Dimension, InputCheck, InputShape
 
 __all__ = ["unlift"]
@@ -30,8 +30,13 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     """Return a graph module with the ops of ``exported`` and the parameters and buffers of ``model`` themselves.
 
     States keep all names that they have in ``model``, used or not, so that its state_dict fits.
+
+    Raises:
+        RuntimeError: the graph reads a state that has the name of something that graph modules need themselves.
     """
-    if not _is_plain(exported):
+    plainly = _is_plain(exported)
+    _refuse_reserved_names(exported, RESERVED_NAMES if plainly else RESERVED_NAMES | {"code"})
+    if not plainly:
         plain = exported.module(check_guards=False)
         graph, root = plain.graph, _Root(plain.training)
         root.take(plain)
@@ -54,6 +59,17 @@ def _is_plain(exported: ExportedProgram) -> bool:
     signature = exported.graph_signature
     inputs = all(spec.kind in (*_STATES, InputKind.USER_INPUT) for spec in signature.input_specs)
     return inputs and all(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs)
+
+
+def _refuse_reserved_names(exported: ExportedProgram, reserved: set[str]) -> None:
+    for spec in exported.graph_signature.input_specs:
+        name = str(spec.target).partition(".")[0]
+        if spec.kind in _STATES and name in reserved:
+            raise RuntimeError(
+                f"The model's attribute {name!r} (it holds {str(spec.target)!r}) cannot stay in a graph: torch.fx's "
+                "graph modules have something of their own under that name. Rename the attribute, or set "
+                'execution_mode="eager" in the QuantizerConfig, which needs no graph.'
+            )
 
 
 class _Root:

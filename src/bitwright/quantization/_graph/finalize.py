@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from bitwright._utils.module_copy import replicate_module
-from bitwright.program.graph_module import TracedGraphModule
+from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import BiasFold, OutputFold, WeightFold, WeightUnfold
@@ -27,7 +27,7 @@ def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
     for child in prepared.modules():
         if isinstance(child, FakeQuantizeImplBase):
             replicate_module(child, memo)
-    twin = prepared.twin(memo)
+    twin = uncompiled_copy(prepared, memo)
     twin.eval()
     with torch.no_grad():
         _Folder(twin).run()
