@@ -173,7 +173,7 @@ def code_vectors(
 def code_row(
     encode: int, y: int, dtype: int, anchored: int, codes: int, count: int, scale: Scalar, origin: Scalar,
     least: Scalar, most: Scalar,
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """``code_vector`` for so many vectors of a grid of integers with one scale, and return whether any is wrong.
 
     Codes are found with the inverse of the scale, which is wrong now and then, and told.
