@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -204,6 +205,18 @@ def test_deeply_nested_json_is_refused(copy):
     (copy / "manifest.json").write_text('{"format":"bitwright-artifact","format_version":1,"x":' + "[" * 200000)
     with pytest.raises(ArtifactError):
         Artifact.load(copy)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files here")
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_no_file_is_not_read(copy, which):
+    """A pipe would be waited for, and a device read without end."""
+    path = _files(copy)[which]
+    for make in (os.mkfifo, os.mkdir, lambda place: os.symlink("/dev/zero", place)):
+        path.unlink() if not path.is_dir() else path.rmdir()
+        make(path)
+        with pytest.raises(ArtifactError, match=path.name):
+            Artifact.load(copy)
 
 
 def test_random_bytes_are_refused(copy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -140,7 +141,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ArtifactError(f"{path} is no file.")
+        if status.st_size > _MAX_MANIFEST_BYTES:
             raise ArtifactError(f"{path} has more than {_MAX_MANIFEST_BYTES} bytes, which no manifest has.")
         return path.read_bytes()
     except FileNotFoundError:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,10 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         path = directory / entry.name
         try:
-            size = path.stat().st_size
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a device or a pipe may have no end
+                raise ArtifactError(f"{path} is no file.")
+            size = status.st_size
             found = _hash_file(path) if size == entry.nbytes else (size, "")
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read: {error}.") from error
