@@ -79,7 +79,10 @@ def _quicken(module: nn.Module, name: str) -> None:
     generic_read: Any = generic.fget
 
     def read(self: nn.Module) -> torch.Tensor:
-        chain: Any = self._modules["parametrizations"]._modules[name]  # type: ignore[union-attr]
+        parametrizations = self._modules.get("parametrizations")
+        if parametrizations is None:  # another instance of this class, as adapters make them of the layer they wrap
+            raise AttributeError(name)  # torch's __getattr__ finds its own parameter
+        chain: Any = parametrizations._modules[name]
         simulators, original = chain._modules, chain._parameters.get("original")
         plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
         if not plain or chain._forward_hooks or chain._forward_pre_hooks:
@@ -124,6 +127,8 @@ def _new_instance(cls: type[nn.Module]) -> nn.Module:
 
 def _restore_parametrized(module: Any, state: dict[str, Any]) -> None:
     module.__setstate__(state)
+    if "parametrizations" not in module._modules:
+        return
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)

@@ -333,6 +333,33 @@ def test_peft_adapters():
         adapted(x).sum().backward()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_peft_adapters_over_quantized_convolutions():
+    """PEFT builds its convolutions of the class of the layer that it wraps; copies and pickles are made of them too."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    x = images(1)[0]
+    model = nn.Sequential()
+    model.first, model.norm, model.relu = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    model.second, model.flat = nn.Conv2d(8, 4, 4), nn.Flatten()
+    quantizer, prepared = start("eager", model=model, example=x)
+    expected = prepared.eval()(x)
+    adapted = inject_adapter_in_model(LoraConfig(target_modules=["first", "second"], r=2), prepared)
+    assert torch.equal(adapted.eval()(x), expected)
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+    with quantizer.training_mode():
+        for seed in range(2):
+            step(adapted, optimizer, seed)
+    changed = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert all("lora" in name for name in changed)
+    trained = adapted.eval()(x)
+    assert not torch.equal(trained, expected)
+    for twin in (copy.deepcopy(adapted), pickle.loads(pickle.dumps(adapted))):
+        assert torch.equal(twin.eval()(x), trained)
+
+
 @both_modes
 def test_distillation(mode):
     """The loss is the divergence by the formula, and training with it brings the student nearer to the teacher."""
