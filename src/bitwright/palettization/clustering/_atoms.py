@@ -1,4 +1,4 @@
-"""Atoms: sorted distinct values with weights, what the partition works on; made, merged and clustered here."""
+"""Atoms: sorted distinct values with weights, what the partition works on; made and clustered here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.kernels.cpu.compiling import called, compiled, inlined
+from bitwright.palettization.clustering._cuts import likely_price, refined_partition
 from bitwright.palettization.clustering._paths import (
     _difference_error,
     _product_error,
@@ -16,90 +17,9 @@ from bitwright.palettization.clustering._paths import (
 
 _Floats = npt.NDArray[np.float64]
 
-_COARSE = 512
-_FILL_STEPS = 6
+_MANY = 2048  # atoms, from which on a partition is sought in two stages
+_LOOSE = 1e-7  # tolerance from which on the two stages are enough
 _NOISE = 2.0**-52
-_CUBE_ROOT_BIAS = 0x2A9F7893782DA1CE  # two thirds of the exponent bias, less a little for the mantissa
-_ONE = np.ones(1)
-
-
-@called
-def cube_roots(entries: _Floats) -> None:
-    """Replace non-negative doubles by their cube roots to within 6 %: a third of the bits as an integer."""
-    bits = entries.view(np.int64)
-    for i in range(bits.size):
-        bits[i] = bits[i] // 3 + _CUBE_ROOT_BIAS
-
-
-@called
-def spread_unit(measure: _Floats, caps: _Floats, target: int) -> float:
-    """The unit at which Σ min(cap, measure / unit) comes to ``target``, to a few percent.
-
-    What cannot be divided must not eat the whole budget: an outlier's distance is huge, yet it is one step.
-    ``caps`` has one entry for all, or one for each.
-    """
-    total = 0.0
-    for entry in measure:
-        total += entry
-    unit = total / target
-    for _ in range(_FILL_STEPS):
-        rest = 0.0
-        used = 0.0
-        for i in range(measure.size):
-            cap = caps[i] if caps.size > 1 else caps[0]
-            if measure[i] >= cap * unit:
-                used += cap
-            else:
-                rest += measure[i]
-        if used == 0.0 or used >= target or rest == 0.0:
-            break
-        unit = rest / (target - used)
-    return unit
-
-
-@called
-def _spacing(values: _Floats, weights: _Floats) -> _Floats:
-    """weight^(1/3) · distance^(2/3) between neighbours, whose integral sets the density of an optimal
-    quantizer's cells (Panter and Dite 1951)."""
-    measure = np.empty(max(values.size - 1, 0))
-    for i in range(measure.size):
-        gap = values[i + 1] - values[i]
-        measure[i] = 0.5 * (weights[i] + weights[i + 1]) * gap * gap
-    cube_roots(measure)
-    return measure
-
-
-@called
-def _merged(values: _Floats, weights: _Floats, measure: _Floats, unit: float) -> tuple[_Floats, _Floats]:
-    """Neighbouring atoms joined until each joint atom spans about one unit; positions are weighted means."""
-    size = 1
-    along = 0.0
-    for i in range(measure.size):
-        after = along + min(measure[i] / unit, 1.0)
-        size += int(after) > int(along)
-        along = after
-    positions = np.empty(size)
-    masses = np.empty(size)
-    along = 0.0
-    at = 0
-    anchor = values[0]
-    mass = weights[0]
-    offset = 0.0
-    for i in range(measure.size):
-        after = along + min(measure[i] / unit, 1.0)
-        if int(after) > int(along):
-            positions[at] = anchor + offset / mass
-            masses[at] = mass
-            at += 1
-            anchor = values[i + 1]
-            mass = 0.0
-            offset = 0.0
-        mass += weights[i + 1]
-        offset += weights[i + 1] * (values[i + 1] - anchor)
-        along = after
-    positions[at] = anchor + offset / mass
-    masses[at] = mass
-    return positions, masses
 
 
 @called
@@ -156,13 +76,6 @@ def _careful_moments(values: _Floats, weights: _Floats) -> tuple[_Floats, _Float
 
 
 @called
-def _likely_price(values: _Floats, weights: _Floats, n_clusters: int) -> float:
-    """What one more cluster saves where density is smooth: a cell of one unit has the error unit³ / 12, and the
-    total falls as 1 / k²."""
-    return spread_unit(_spacing(values, weights), _ONE, n_clusters) ** 3 / 6.0
-
-
-@called
 def _solved(
     values: _Floats, weights: _Floats, n_clusters: int, tolerance: float, careful: bool | None
 ) -> tuple[npt.NDArray[np.int32], float]:
@@ -170,19 +83,17 @@ def _solved(
 
     Unless ``careful`` the error is NaN where rounding may have decided about the partition.
     """
-    price = 0.0
-    coarse = max(_COARSE, 16 * n_clusters)
-    if values.size > 4 * coarse:
-        measure = _spacing(values, weights)
-        positions, masses = _merged(values, weights, measure, spread_unit(measure, _ONE, coarse))
-        if positions.size > n_clusters:
-            price = _likely_price(positions, masses, n_clusters)
-            _, _, price = cheapest_partition(centred_moments(positions, masses), None, n_clusters, price, 1e-4)
-    if price == 0.0:
-        price = _likely_price(values, weights, n_clusters)
+    moments = centred_moments(values, weights)
+    bounds = np.zeros(1, np.int32)
+    error = math.inf
+    trusted = False
+    if values.size > max(_MANY, 32 * n_clusters):
+        bounds, error, price, trusted = refined_partition(values, moments, n_clusters)
+    else:
+        price = likely_price(values, moments, n_clusters)
     if careful is None:
-        moments = centred_moments(values, weights)
-        bounds, error, _ = cheapest_partition(moments, None, n_clusters, price, tolerance)
+        if not trusted or tolerance < _LOOSE:
+            bounds, error, _ = cheapest_partition(moments, None, n_clusters, price, tolerance)
         noise = _NOISE * (moments[-1, 2] - moments[0, 2])
         if noise > 0.01 * max(tolerance, 1e-9) * error:
             error = math.nan
@@ -197,7 +108,6 @@ def fill_centroids(
     values: _Floats,
     weights: _Floats,
     n_clusters: int,
-    limit: int,
     tolerance: float,
     centroids: _Floats,
     careful: bool | None,
@@ -208,14 +118,13 @@ def fill_centroids(
         values: strictly ascending, finite, at least one; overwritten.
         weights: positive; overwritten.
         n_clusters: number of clusters.
-        limit: where there are more than twice as many atoms, they are merged to about this many first.
-        tolerance: relative to the optimal error of the (merged) atoms.
+        tolerance: relative to the optimal error of the atoms; a loose one need not be proved.
         centroids: float64 ``[n_clusters]``, written; the last one is repeated when there are fewer atoms.
         careful: None for float64 arithmetic, True for twice its precision.
 
     Returns:
-        the number of different centroids and the squared error of the (merged) atoms around them, in units of
-        the given weights; NaN where the careful arithmetic is needed.
+        the number of different centroids and the squared error of the atoms around them, in units of the given
+        weights; NaN where the careful arithmetic is needed.
     """
     if values.size <= n_clusters:
         for i in range(centroids.size):
@@ -231,41 +140,35 @@ def fill_centroids(
     for i in range(values.size):
         values[i] = values[i] * scale - centre
         weights[i] /= unit_mass
-    positions, masses = values, weights
-    if positions.size > 2 * limit:
-        measure = _spacing(positions, masses)
-        positions, masses = _merged(positions, masses, measure, spread_unit(measure, _ONE, limit))
-    if n_clusters == 1 or positions.size <= n_clusters:
-        bounds = np.empty(min(n_clusters, positions.size) + 1, np.int32)
-        for i in range(bounds.size):
-            bounds[i] = i
-        bounds[-1] = positions.size
+    if n_clusters == 1:
+        bounds = np.zeros(2, np.int32)
+        bounds[1] = values.size
         error = 0.0
     else:
-        bounds, error = _solved(positions, masses, n_clusters, tolerance, careful)
+        bounds, error = _solved(values, weights, n_clusters, tolerance, careful)
     used = bounds.size - 1
     for cluster in range(used):
         start = bounds[cluster]
         mass = 0.0
         offset = 0.0
         for i in range(start, bounds[cluster + 1]):
-            mass += masses[i]
-            offset += masses[i] * (positions[i] - positions[start])
-        centroids[cluster] = (positions[start] + offset / mass + centre) / scale
+            mass += weights[i]
+            offset += weights[i] * (values[i] - values[start])
+        centroids[cluster] = (values[start] + offset / mass + centre) / scale
         if n_clusters == 1:
-            mean = positions[start] + offset / mass
-            for i in range(positions.size):
-                error += masses[i] * (positions[i] - mean) ** 2
+            mean = values[start] + offset / mass
+            for i in range(values.size):
+                error += weights[i] * (values[i] - mean) ** 2
     for i in range(used, centroids.size):
         centroids[i] = centroids[used - 1]
     return used, error * unit_mass / scale / scale
 
 
 def cluster_atoms(
-    values: _Floats, weights: _Floats, n_clusters: int, limit: int, tolerance: float, centroids: _Floats
+    values: _Floats, weights: _Floats, n_clusters: int, tolerance: float, centroids: _Floats
 ) -> tuple[int, float]:
     """:func:`fill_centroids` with the arithmetic that the atoms need; ``values`` and ``weights`` stay as they are."""
-    used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, limit, tolerance, centroids, None)
+    used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, tolerance, centroids, None)
     if math.isnan(error):
-        used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, limit, tolerance, centroids, True)
+        used, error = fill_centroids(values.copy(), weights.copy(), n_clusters, tolerance, centroids, True)
     return used, error

@@ -9,13 +9,11 @@ their order. 16-bit dtypes need only the first pass: every cell is one value.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
 from bitwright.kernels.cpu.compiling import called, compiled, inlined
-from bitwright.palettization.clustering._atoms import cube_roots, spread_unit
+from bitwright.palettization.clustering._cuts import cube_roots, spread_unit
 
 _Floats = npt.NDArray[np.float64]
 _Codes = npt.NDArray[np.uint32]
@@ -26,6 +24,7 @@ _HASH_SIZE = 1024
 _RUN = 32  # cells looked at together
 _EMPTY = np.int64(-1)
 _NEGATIVE_ZERO = np.int64(0x80000000)
+_STEPS = 2.0 ** (np.arange(256) - 150)  # one unit in the last place of a float32, by exponent
 
 
 @compiled
@@ -120,7 +119,7 @@ def _cell_start_and_step(cell: int) -> tuple[float, float]:
     mantissa = float((cell & 127) << 16)
     if exponent > 0:
         mantissa += 8388608.0
-    step = math.ldexp(1.0, max(exponent, 1) - 150)
+    step: float = _STEPS[max(exponent, 1)]
     if cell >= N_CELLS // 2:
         step = -step
     return mantissa * step, step
@@ -149,13 +148,13 @@ def plan_bins(
         measure[place] = masses[place] * width * width
     cube_roots(measure)
     unit = spread_unit(measure, counts, target)
+    for place in range(cells.size):
+        measure[place] = max(min(measure[place] / unit, counts[place]), 1.0)
+    bits = measure.view(np.int64)
     table = np.zeros(N_CELLS, np.uint32)
     first = 0
     for place in range(cells.size):
-        wanted = min(measure[place] / unit, counts[place])
-        depth = 0
-        while depth < 16 and (1 << depth) < wanted:
-            depth += 1
+        depth = min(((bits[place] - 1) >> 52) - 1022, 16)  # the logarithm rounded up
         table[cells[place]] = np.uint32((first << 5) | (16 - depth))
         first += 1 << depth
     return table, first

@@ -14,7 +14,7 @@ class Effort:
     """Limits of one clustering.
 
     Attributes:
-        limit: atoms that the partition works on. The excess error is about 0.2 · (k / limit)².
+        limit: atoms that long rows are merged to. The excess error is about 0.2 · (k / limit)².
         tolerance: of the partition, relative to the optimum on those atoms.
         slack: largest part of the error that may lie inside the atoms; the excess is about a quarter of it.
     """
@@ -22,6 +22,10 @@ class Effort:
     limit: int
     tolerance: float
     slack: float
+
+    def is_too_coarse(self, error: float, outside: float) -> bool:
+        """Whether the error of a row lies too much inside of merged atoms, given what lies between them."""
+        return error - outside > self.slack * error
 
     def too_coarse(self, errors: npt.NDArray[np.float64], outside: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
         """Rows whose error lies too much inside of merged atoms, given what lies between them."""

@@ -120,7 +120,7 @@ def binned(row: Tensor, weights: _Weights, target: int, sweep: Sweep) -> _Binned
     """The histogram of a float32 row in about ``target`` bins; None where the row is not finite."""
     codes = codes_of(row)
     cells, counts = _bins.occupied_cells(_count(codes, 16, sweep))
-    if np.any((cells >> 7) & 255 == 255):
+    if any((int(cell) >> 7) & 255 == 255 for cell in (cells[0], cells[-1])):  # infinities and NaN lie outermost
         return None
     masses = _weigh(codes, weights, 16, sweep)[cells] if weights.size > 0 else counts
     table, n_bins = _bins.plan_bins(cells, masses, counts, target)
@@ -140,10 +140,10 @@ def cluster_patterns(
     if not np.isfinite(atoms).all():
         return math.inf
     for attempt in (effort, EXACT):
-        _, outside = cluster_atoms(atoms, masses, centroids.size, attempt.limit, attempt.tolerance, centroids)
+        _, outside = cluster_atoms(atoms, masses, centroids.size, attempt.tolerance, centroids)
         of_atom = label_values(atoms, centroids)
         error = float(masses @ (atoms - centroids[of_atom]) ** 2)
-        if attempt.too_coarse(np.array([error]), np.array([outside])).size == 0:
+        if not attempt.is_too_coarse(error, outside):
             break
     label_by_patterns(codes_of(row), pattern_labels(row.dtype, centroids), labels, sweep)
     return error
@@ -170,7 +170,7 @@ def cluster_binned(
     found = binned(row, weights, effort.limit, sweep)  # finer bins would be merged again, which costs accuracy
     if found is None:
         return math.inf
-    _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.limit, effort.tolerance, centroids)
+    _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.tolerance, centroids)
     values = as_numpy(row)
     thresholds = _labels.thresholds_of(centroids, False).astype(np.float32)
     of_cell, crowd = _bins.first_labels(found.cells, _bins.WHOLE_CELLS, _bins.N_CELLS, thresholds)
@@ -189,8 +189,7 @@ def cluster_binned(
         return error
 
     error = math.fsum(sweep(label, slices_of(labels.size, CHUNK)))
-    coarse = effort.too_coarse(np.array([error]), np.array([outside])).size > 0
-    return math.nan if coarse else error
+    return math.nan if effort.is_too_coarse(error, outside) else error
 
 
 def row_atoms(row: Tensor, weights: _Weights | None) -> tuple[_Floats, _Floats]:

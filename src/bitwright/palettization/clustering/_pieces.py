@@ -14,7 +14,7 @@ CHUNK = 1 << 19
 """Points that one task works through; longer rows are cut."""
 
 SHORT = 1 << 13
-"""Rows below this length are handled many at a time, and sorted rather than counted."""
+"""Rows below this length are handled many at a time, and never counted."""
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

@@ -37,18 +37,17 @@ def cluster_sorted_rows(
     rows: npt.NDArray[np.floating],
     weights: npt.NDArray[np.floating],
     n_clusters: int,
-    limit: int,
     tolerance: float,
     centroids: _Floats,
     errors: _Floats,
     careful: bool | None,
 ) -> None:
-    """Cluster ascending rows ``[R, N]``; see :func:`~._atoms.fill_centroids` for the limits and ``careful``.
+    """Cluster ascending rows ``[R, N]``; see :func:`~._atoms.fill_centroids` for tolerance and ``careful``.
 
     ``weights`` is ``[R, N]`` in the same order with a positive sum in each row, or has no rows. Writes
-    ``centroids [R, n_clusters]`` and the errors of the merged rows, ``errors [R]``.
+    ``centroids [R, n_clusters]`` and the errors, ``errors [R]``.
     """
     for i in range(rows.shape[0]):
         some = weights[i] if weights.shape[0] > 0 else weights.reshape(-1)
         values, masses = atoms_of_sorted(rows[i], some)
-        _, errors[i] = fill_centroids(values, masses, n_clusters, limit, tolerance, centroids[i], careful)
+        _, errors[i] = fill_centroids(values, masses, n_clusters, tolerance, centroids[i], careful)

@@ -70,7 +70,7 @@ def _solve(values: Tensor, weights: Tensor | None, n_clusters: int, effort: Effo
         # rounding may leave two neighbours in the wrong order
         atoms, place = np.unique(positions[row][masses[row] > 0], return_inverse=True)
         weight = np.bincount(place, masses[row][masses[row] > 0]).astype(np.float64)
-        _, outside[row] = cluster_atoms(atoms, weight, n_clusters, effort.limit, effort.tolerance, centroids[row])
+        _, outside[row] = cluster_atoms(atoms, weight, n_clusters, effort.tolerance, centroids[row])
 
     run_all(solve, range(positions.shape[0]))
     return centroids, outside

@@ -36,16 +36,12 @@ def solve_rows(values: Tensor, weights: Tensor | None, n_clusters: int, effort: 
             order = np.argsort(block, axis=1)
             block = np.take_along_axis(block, order, 1)
             some = np.take_along_axis(weights[piece].numpy(), order, 1)
-        _rows.cluster_sorted_rows(
-            block, some, n_clusters, effort.limit, effort.tolerance, centroids[piece], errors[piece], None
-        )
+        _rows.cluster_sorted_rows(block, some, n_clusters, effort.tolerance, centroids[piece], errors[piece], None)
         unsure = np.flatnonzero(np.isnan(errors[piece]))
         if unsure.size > 0:
             few, better = np.empty((unsure.size, n_clusters)), np.empty(unsure.size)
             chosen = some[unsure] if some.shape[0] > 0 else some
-            _rows.cluster_sorted_rows(
-                block[unsure], chosen, n_clusters, effort.limit, effort.tolerance, few, better, True
-            )
+            _rows.cluster_sorted_rows(block[unsure], chosen, n_clusters, effort.tolerance, few, better, True)
             centroids[piece][unsure], errors[piece][unsure] = few, better
 
     run_all(solve, row_slices(rows, length))
@@ -101,10 +97,10 @@ def _cluster_long(
 def cluster_on_host(values: Tensor, weights: Tensor | None, n_clusters: int, mode: str) -> ClusterResult:
     """:func:`~.scalar.cluster_scalar` for checked CPU tensors."""
     effort = effort_for(n_clusters, mode)
-    long = values.shape[1] >= SHORT
-    counted = long and (
-        values.dtype in (torch.float16, torch.bfloat16) or (values.dtype == torch.float32 and mode == "fast")
-    )
+    if values.dtype in (torch.float16, torch.bfloat16):
+        counted = values.shape[1] >= SHORT
+    else:  # bins lose too much where they hold few values
+        counted = values.dtype == torch.float32 and mode == "fast" and values.shape[1] >= 4 * effort.limit
     if not counted or weights is not None:
         check_finite(values)
     method = _cluster_long if counted else _cluster_sorted
