@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.export.conversion import ConversionError, converting
+from bitwright.export.conversion import ConversionError, captured, converting
 from bitwright.export.targets import TARGETS, target_named
 from bitwright.export.torch_program import export_torch, packed_copy, run_torch
 from bitwright.quantization import QuantizationSpec
@@ -47,6 +47,24 @@ def test_the_cause_that_a_converter_names_is_in_the_message():
     assert "RuntimeError: Conversion failed." in message
     assert "because of LookupError: no function for grouped_mm_fallback" in message
     assert "batched_mm" in message
+
+
+def test_names_that_programs_cannot_have_are_told():
+    """torch.export captures a submodule called ``code``, and then cannot run what it captured."""
+
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.code = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.code(x)
+
+    model, inputs = Coder().eval(), (torch.randn(2, 4),)
+    with pytest.raises(ConversionError, match=r"'code'.*'code.weight': rename that attribute"):
+        captured(model, inputs)
+    with pytest.raises(ConversionError, match=r"'code'.*'code.weight': rename that attribute"), converting("gizmo"):
+        torch.export.export(model, inputs).module()
 
 
 def test_our_own_errors_pass_through():

@@ -18,11 +18,13 @@ from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
 from bitwright.program.export_errors import not_a_tuple
+from bitwright.program.unlift import reserved_state
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOST = re.compile(r"target (\S+) references nonexistent attribute")
 _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
@@ -77,6 +79,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _remedy(error: Exception) -> str:
+    lost = next(filter(None, (_LOST.search(str(part)) for part in _chain(error))), None)
+    if lost is not None:
+        return _rename(lost[1])
     general = (
         "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
         "leave the layers at fault out of the configuration."
@@ -104,13 +109,24 @@ def captured(
         dynamic_shapes: as for ``torch.export``.
 
     Raises:
-        ConversionError: torch.export cannot capture the model.
+        ConversionError: torch.export cannot capture the model, or what it captures cannot be run.
         TypeError: ``example_inputs`` is no tuple.
     """
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
     with converting("torch.export"):
-        return torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
+    lost = reserved_state(exported)
+    if lost is not None:
+        raise ConversionError(f"torch.export cannot take this model. {_rename(lost)}")
+    return exported
+
+
+def _rename(state: str) -> str:
+    return (
+        f"Graph modules have something of their own named {state.partition('.')[0]!r}, so that a program cannot be run "
+        f"with the state {state!r}: rename that attribute of the model and prepare it again."
+    )
 
 
 def is_prepared_graph(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ as long as a tenth of the export, and its result can neither switch modes nor be
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .input_check import Dimension, InputCheck, InputShape
 
-__all__ = ["unlift"]
+__all__ = ["reserved_state", "unlift"]
 
 _STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Ops that only assert, while a model is traced, that a tensor has the dtype that it has.
@@ -35,7 +36,13 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
         RuntimeError: the graph reads a state that has the name of something that graph modules need themselves.
     """
     plainly = _is_plain(exported)
-    _refuse_reserved_names(exported, RESERVED_NAMES if plainly else RESERVED_NAMES | {"code"})
+    lost = reserved_state(exported, RESERVED_NAMES) if plainly else reserved_state(exported)
+    if lost is not None:
+        raise RuntimeError(
+            f"The model's attribute {lost.partition('.')[0]!r} (it holds {lost!r}) cannot stay in a graph: torch.fx's "
+            "graph modules have something of their own under that name. Rename the attribute, or set "
+            'execution_mode="eager" in the QuantizerConfig, which needs no graph.'
+        )
     if not plainly:
         plain = exported.module(check_guards=False)
         graph, root = plain.graph, _Root(plain.training)
@@ -61,15 +68,15 @@ def _is_plain(exported: ExportedProgram) -> bool:
     return inputs and all(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs)
 
 
-def _refuse_reserved_names(exported: ExportedProgram, reserved: set[str]) -> None:
-    for spec in exported.graph_signature.input_specs:
-        name = str(spec.target).partition(".")[0]
-        if spec.kind in _STATES and name in reserved:
-            raise RuntimeError(
-                f"The model's attribute {name!r} (it holds {str(spec.target)!r}) cannot stay in a graph: torch.fx's "
-                "graph modules have something of their own under that name. Rename the attribute, or set "
-                'execution_mode="eager" in the QuantizerConfig, which needs no graph.'
-            )
+def reserved_state(exported: ExportedProgram, reserved: Collection[str] = (*RESERVED_NAMES, "code")) -> str | None:
+    """Return a state that lies under an attribute whose name graph modules need themselves, or None.
+
+    Args:
+        exported: the program.
+        reserved: those names; the default are torch's own graph modules'.
+    """
+    states = (str(spec.target) for spec in exported.graph_signature.input_specs if spec.kind in _STATES)
+    return next((state for state in states if state.partition(".")[0] in reserved), None)
 
 
 class _Root:
