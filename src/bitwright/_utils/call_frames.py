@@ -6,15 +6,20 @@ so that their calls are not taken for calls of the module around them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._jit_internal
+import torch.functional
+import torch.nn.functional
+import torch.overrides
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["shielded", "thread_frames"]
+__all__ = ["calling_code", "shielded", "thread_frames"]
 
 _size, _at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
@@ -29,6 +34,29 @@ class _ThreadFrames(threading.local):
 
 
 thread_frames = _ThreadFrames()
+
+# Where torch's functions that are written in Python look for modes.
+_TORCH_FILES = frozenset(
+    module.__file__
+    for module in (torch._jit_internal, torch._tensor, torch.functional, torch.nn.functional, torch.overrides)
+)
+
+
+def calling_code() -> tuple[str, int] | None:
+    """Return where the call that a torch function mode handles was written: in which function, and where in it.
+
+    To be called by the mode's ``__torch_function__``. None while ``torch.compile`` traces, and in functions that it
+    makes to go on after a graph break, whose code is not the model's.
+    """
+    if is_compiling():
+        return None
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename in _TORCH_FILES or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    code = frame.f_code
+    return None if code.co_name.startswith("torch_dynamo_resume") else (code.co_qualname, frame.f_lasti)
 
 
 def shielded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from bitwright._utils.call_frames import calling_code
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 
 from .export_errors import inputs_by_name
@@ -125,7 +126,13 @@ class _Tracer:
             frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
 
     def record(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Any, base: str
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Any,
+        base: str,
+        written_in: tuple[str, int] | None,
     ) -> Any:
         """Run ``func``, called ``base``; ``inputs`` are the values looked up before the call (it may work in place).
 
@@ -137,7 +144,7 @@ class _Tracer:
         result = func(*args, **kwargs)
         call = f"{base}_{number}" if number else base
         stack = tuple(f.path for f in self.frames)
-        op = Op(f"{frame.path}.{call}" if frame.path else call, base, func, stack, call)
+        op = Op(f"{frame.path}.{call}" if frame.path else call, base, func, stack, call, written_in=written_in)
         for index, name, item, value in inputs:
             argument = Argument(op, index, name, value, item)
             op.arguments.append(argument)
@@ -245,7 +252,8 @@ class _RecordingMode(TorchFunctionMode):
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if not frames or not frames[-1].recording or name in _NOT_OPS:
             return func(*args, **kwargs)
-        return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs), name)
+        written_in = calling_code()
+        return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs), name, written_in)
 
 
 # Attributes of a tensor that are ops.

@@ -176,6 +176,7 @@ class Op:
         literals: arguments that are not tensors, by position and name, as far as planning needs them.
         handle: the front end's own object for this op (an ``fx.Node`` in graph mode).
         aliases: further spellings of ``type`` that ``op_type_config`` may use.
+        written_in: where the call stands in the model's code, in eager mode: a function's name, and an offset in it.
     """
 
     name: str
@@ -188,6 +189,7 @@ class Op:
     literals: dict[str, Any] = field(default_factory=dict)
     handle: Any = None
     aliases: tuple[str, ...] = ()
+    written_in: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
         return f"Op({self.name!r}, {self.type!r}, in={self.module_path!r})"

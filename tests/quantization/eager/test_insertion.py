@@ -56,6 +56,51 @@ def test_unseen_call_passes_through_with_one_warning():
         assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
 
 
+def noisy(x):
+    """Sums and products that training alone makes."""
+    return x + (x * 100.0 + 1.0) * 1e-9
+
+
+class Paths(nn.Module):
+    """Other calls run in training than in evaluation: more of them, fewer, or the same spelt in another way."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.last = path, nn.Linear(4, 4)
+
+    def forward(self, x):
+        other = self.training
+        if self.path == "inserted" and other:
+            x = noisy(x)
+        elif self.path == "left out" and not other:
+            x = x * 50.0 + 0.0
+        elif self.path == "loop":
+            for _ in range(2 + other):
+                x = x * 1.0 + 0.0
+        elif self.path == "spelt" and other:
+            x = (x + 0.5) * 0.25
+        elif self.path == "spelt":
+            x = (x + 0.5) * 0.5
+        return self.last((x + 3.0) * 2.0)
+
+
+@pytest.mark.parametrize("path", ["inserted", "left out", "loop", "spelt"])
+def test_calls_are_known_by_their_place_in_the_code(path):
+    """Whatever else runs before it, the last sum is observed by its own simulator, and nothing else is."""
+    torch.manual_seed(0)
+    x = torch.rand(8, 4)
+    quantizer = Quantizer(Paths(path).eval(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with warnings.catch_warnings(), quantizer.training_mode(prepared):
+        warnings.simplefilter("error" if path in ("spelt", "left out") else "ignore", UnplannedCallWarning)
+        prepared.train()(x)
+    numbers = {name.split("_quantize")[0] for name, _ in prepared.named_children()} - {"last"}
+    last = max((name for name in numbers if name.startswith("add")), key=lambda name: int(name[4:] or 0))
+    observed = prepared.get_submodule(f"{last}_quantize_output_0").qparams_calculator
+    expected = 3.0 + ((x + 0.5) * 0.25 if path == "spelt" else x)
+    assert float(observed.running_max) == pytest.approx(float(expected.max()), rel=2e-2)
+
+
 class MasksForExport(nn.Module):
     """Adds a mask that it makes while it is captured only, from positions."""
 

@@ -111,6 +111,9 @@ class Insertion:
             call = self._program.calls[path]
             planned = {base for base, _ in map(_split_call, table.sites)}
             table.seen = _count(op.type for op in call.ops if op.type in QUANTIZER_EAGER_OPS or op.type in planned)
+            for op in call.ops:
+                if op.type in table.seen:
+                    table.written_in.setdefault(op.type, []).append(op.written_in)
             shielded.update(child for child in call.children if child not in self._tables)
             self._undo.append(wrap_forward(FrameScope(self._modules[path], table)))
         for path in sorted(shielded - self._scopes.keys()):

@@ -2,8 +2,9 @@
 
 A module that *is* one op (``nn.Linear``) gets an :class:`OpScope` around its forward. A module that calls functions
 itself (``x + y``, ``torch.matmul``) becomes a frame: while it runs, a torch function mode counts its calls by function
-name and routes the planned ones through their simulators. Modules called from a frame run in an empty frame, so that
-their own calls are neither counted nor touched. The mode is active while a thread has frames.
+name and routes the planned ones through their simulators. Where control flow differs from that of planning, the places
+of the calls in the code say which ones were left out or are new. Modules called from a frame run in an empty frame, so
+that their own calls are neither counted nor touched. The mode is active while a thread has frames.
 
 Scopes hold plain data and find their simulators among the children of their module, so that models can be copied and
 pickled.
@@ -22,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright._utils.call_frames import shielded, thread_frames
+from bitwright._utils.call_frames import calling_code, shielded, thread_frames
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
@@ -53,22 +54,53 @@ class CallTable:
         path: module path, for messages.
         seen: calls of each function name while planning.
         sites: simulators by call name (``"add_1"``).
+        written_in: by function name, where each of its calls stands in the code, in their order.
         warned: call names that were already reported.
     """
 
     path: str
     seen: dict[str, int] = field(default_factory=dict)
     sites: dict[str, CallSites] = field(default_factory=dict)
+    written_in: dict[str, list[tuple[str, int] | None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+
+    def find(self, base: str, code: tuple[str, int], counted: int, certain: int) -> tuple[int | None, bool]:
+        """Return the number of a call, None for one that was not planned, and whether its place in the code says so.
+
+        A planned place has its own number, whatever ran before it. An unknown place in a function that was planned may
+        be another spelling of what comes next; one in another function is a call of its own.
+
+        Args:
+            base: name of the called function.
+            code: where the call stands.
+            counted: calls of this function so far.
+            certain: number that follows the last one that was certain.
+        """
+        planned = self.written_in.get(base)
+        if not planned:
+            return counted, False
+        if counted < len(planned) and planned[counted] == code:
+            return counted, True
+        if code in planned:
+            return (planned.index(code, certain) if code in planned[certain:] else None), True
+        known = any(call is None or call[0] == code[0] for calls in self.written_in.values() for call in calls)
+        return (counted, False) if known else (None, False)
 
 
 class _Frame:
-    __slots__ = ("checkpoint", "counts", "module", "table")
+    __slots__ = ("certain", "checkpoint", "counts", "module", "table")
 
-    def __init__(self, table: CallTable, module: nn.Module, counts: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        table: CallTable,
+        module: nn.Module,
+        counts: Mapping[str, int] | None = None,
+        certain: Mapping[str, int] | None = None,
+    ) -> None:
         self.table = table
         self.module = module
         self.counts: dict[str, int] = dict(counts or {})
+        self.certain: dict[str, int] = dict(certain or {})
         #: The checkpoint within which the frame begins; it repeats the frame as a whole.
         self.checkpoint = checkpoint_here(module.training)
 
@@ -76,16 +108,33 @@ class _Frame:
         """Have a checkpoint that began within the frame repeat its function in a frame that goes on from here."""
         checkpoint = checkpoint_here(self.module.training)
         if checkpoint is not None and checkpoint is not self.checkpoint:
-            repeat_with(checkpoint, partial(_Repeated, self.table, self.module, dict(self.counts)))
+            counts, certain = dict(self.counts), dict(self.certain)
+            repeat_with(checkpoint, partial(_Repeated, self.table, self.module, counts, certain))
+
+    def number(self, base: str, code: tuple[str, int] | None) -> int | None:
+        """Return the number of a call of ``base`` that stands at ``code`` (None: nobody knows), None if not planned."""
+        number: int | None = self.counts.get(base, 0)
+        if code is not None and number is not None:
+            number, is_certain = self.table.find(base, code, number, self.certain.get(base, 0))
+            if is_certain and number is not None:
+                self.certain[base] = number + 1
+        if number is not None:
+            self.counts[base] = number + 1
+        return number
 
 
 class _Repeated:
     """A function that is computed again, with the frame that it had at first."""
 
     def __init__(
-        self, table: CallTable, module: nn.Module, counts: Mapping[str, int], function: Callable[..., Any]
+        self,
+        table: CallTable,
+        module: nn.Module,
+        counts: Mapping[str, int],
+        certain: Mapping[str, int],
+        function: Callable[..., Any],
     ) -> None:
-        self._frame = table, module, counts
+        self._frame = table, module, counts, certain
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,8 +173,10 @@ class _InterceptMode(TorchFunctionMode):
                 _report_unplanned(table, base, (args, kwargs))
             return func(*args, **(kwargs or {}))
         frame.note_checkpoint()
-        number = frame.counts.get(base, 0)
-        frame.counts[base] = number + 1
+        number = frame.number(base, calling_code())
+        if number is None:
+            _report_unplanned(table, base, (args, kwargs))
+            return func(*args, **(kwargs or {}))
         call = f"{base}_{number}" if number else base
         sites = table.sites.get(call)
         if sites is None:
