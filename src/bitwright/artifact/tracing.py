@@ -15,7 +15,7 @@ __all__ = ["dequantize", "unpack_codes"]
 
 def unpack_codes(packed: torch.Tensor, bits: int, count: int, signed: bool) -> torch.Tensor:
     """``bitwright.formats.unpack``; without writes into slices while a program is traced."""
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
         return unpack(packed, bits, count, signed)
     group = 8 // math.gcd(8, bits)
     width = group * bits // 8
@@ -32,7 +32,7 @@ def unpack_codes(packed: torch.Tensor, bits: int, count: int, signed: bool) -> t
     flat = torch.stack(columns, 1).view(-1) if group > 1 else columns[0]
     flat = flat[:count] if flat.numel() != count else flat
     mask = 0xFF & ~((1 << top) - 1)
-    if signed and torch.jit.is_tracing():  # TorchScript has no view of another dtype
+    if signed and torch._C._get_tracing_state() is not None:  # TorchScript has no view of another dtype
         sign = 1 << (bits - 1)
         return (((flat >> top).to(torch.int16) ^ sign) - sign).to(torch.int8)
     # The code stands in the top bits, so that the shift back down also extends its sign.

@@ -87,7 +87,7 @@ def e8m0_values(codes: torch.Tensor) -> torch.Tensor:
     Args:
         codes: ``uint8`` tensor.
     """
-    if torch.jit.is_tracing():  # TorchScript has no view of another dtype
+    if torch._C._get_tracing_state() is not None:  # TorchScript has no view of another dtype
         table = [math.ldexp(1.0, code - 127) for code in range(255)]
         return torch.tensor([*table, math.nan], dtype=torch.float32, device=codes.device)[codes.long()]
     field = codes.to(torch.int32)
