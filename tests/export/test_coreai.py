@@ -396,3 +396,27 @@ def test_random_weight_specs_are_exact_or_refused(spec, mode):
         assert torch.equal(ready(x), expected)
     else:
         assert torch.equal(quantizer.finalize(backend="coreai")(x), expected)
+
+
+class Scaled(nn.Module):
+    """A layer whose output is multiplied by a single number that was computed, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale.exp()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", QUICK_ACTIVATIONS)
+def test_single_numbers_in_torch_and_in_the_runtime(name, mode):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    quantizer, ready = prepared(Scaled().eval(), x, W8, ACTIVATIONS[name], mode)
+    expected, finalized = ready(x), quantizer.finalize(backend="coreai")
+    assert sqnr(expected, finalized(x)) > 100
+    program, _ = converted(finalized, (x,))
+    (found,), _ = run(program, (x,))
+    assert sqnr(expected, found) > 40

@@ -106,9 +106,12 @@ def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuanti
     name = node.name
     with graph.inserting_before(node):
         x: Any = node.args[0]
+        is_number = _value_of(node) is not None and _rank(node) == 0
+        if is_number:  # the ops look for a dimension along which the scale lies
+            x = _with_shape_changed(graph, torch.ops.aten.unsqueeze.default, x)
         if cast:
             x = _cast(graph, x, torch.float32)
-        x = _clamp(module, x, operands, name, _rank(node))
+        x = _clamp(module, x, operands, name, max(_rank(node), 1))
         scale = _read_parameter(module, f"{name}_scale", operands.scale, operands.compute_dtype)
         options: dict[str, Any] = {}
         for kind in ("zero_point", "minval"):
@@ -126,7 +129,18 @@ def emit_activation(module: fx.GraphModule, node: fx.Node, simulator: FakeQuanti
             options = {**options, "output_dtype": torch.float32}
             new = graph.call_function(torch.ops.coreai.dequantize, (quantized, scale), options)
             new = _cast(graph, new, operands.compute_dtype) if half else new
+        if is_number:
+            new = _with_shape_changed(graph, torch.ops.aten.squeeze.dim, new)
     _take_place(node, new)
+
+
+def _with_shape_changed(graph: fx.Graph, op: Any, x: fx.Node) -> fx.Node:
+    """Call ``unsqueeze`` or ``squeeze`` on the first dimension."""
+    new = graph.call_function(op, (x, 0))
+    value = x.meta.get("val")
+    if value is not None:
+        new.meta["val"] = op(value, 0)
+    return new
 
 
 def _read_through_layer(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any]) -> None:
@@ -153,10 +167,15 @@ def _clamp(module: fx.GraphModule, x: fx.Node, operands: ActivationOperands, nam
     return x
 
 
-def _rank(node: fx.Node) -> int:
+def _value_of(node: fx.Node) -> Any:
     value = node.meta.get("val")
     source: Any = node.args[0]
-    value = source.meta.get("val") if value is None else value
+    return source.meta.get("val") if value is None else value
+
+
+def _rank(node: fx.Node) -> int:
+    """Number of dimensions, 0 where it is not known."""
+    value = _value_of(node)
     return len(value.shape) if value is not None else 0
 
 
