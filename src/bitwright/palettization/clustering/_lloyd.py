@@ -364,7 +364,7 @@ def breathe(
                     trial[place, d] = grown[k, d]
                 place += 1
         found = run_lloyd(points, weights, trial, steps, 1e-3)
-        if found < error * (1.0 - 1e-4):
+        if found < error * (1.0 - 1e-3):
             centroids, error = trial, found
         else:
             breath //= 2

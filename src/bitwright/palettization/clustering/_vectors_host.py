@@ -24,9 +24,10 @@ _MANY = 1 << 18
 _SAMPLE_PER_CLUSTER = 128
 _LEAST_SAMPLE = 4096
 _GROWTH = 8
-_SHORT_RUN = 8  # steps of Lloyd's algorithm while the best start is still sought
+_TRIAL = 3  # steps of Lloyd's algorithm that tell good seeds from bad ones
+_BREATH = 4  # steps between two changes of the number of centroids
 _STEPS = 60  # steps over all vectors, fewer when there are very many
-_TOLERANCE = 2e-5
+_TOLERANCE = 1e-4
 _REACH = 50  # squares of vectors 2^-110 of the largest are still normal numbers
 
 
@@ -86,11 +87,11 @@ def _chain(
     error = np.inf
     for _ in range(seedings):
         centroids = _lloyd.seed_centroids(points, weights, n_clusters, state)
-        found = _lloyd.run_lloyd(points, weights, centroids, _SHORT_RUN, 1e-3)
+        found = _lloyd.run_lloyd(points, weights, centroids, _TRIAL, 1e-3)
         if found < error:
             best, error = centroids, found
     breath = max(n_clusters // 8, min(n_clusters // 2, 8))
-    best, error = _lloyd.breathe(points, weights, best, error, breath, _SHORT_RUN, state)
+    best, error = _lloyd.breathe(points, weights, best, error, breath, _BREATH, state)
     if size < length and length <= _MANY:
         masses, sums = np.zeros(n_clusters), np.zeros(best.shape)
         error, _, _ = _lloyd.gather_step(
