@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization._distributed import merged_statistics
 from bitwright.quantization.spec import PerChannelGranularity, QuantizationComponentFactory
 
 CALCULATORS = {
@@ -108,6 +109,25 @@ def run(rank: int, world: int, folder: str, jobs: list[str]) -> None:
 
 def job_calibrate(rank: int, world: int, mode: str, kind: str):
     return calibrate(mode, [4, 3, 2][:world], [rank], **CALCULATORS[kind])
+
+
+def observe_two_places(ranks: list[int]) -> dict[str, torch.Tensor]:
+    """The range of a simulator that stands at a matrix and at a tensor of three dimensions, after three steps."""
+    spec = QuantizationSpec(averaging_constant=0.3)
+    fq = QuantizationComponentFactory.create_fake_quantizer(spec, "activation")
+    fq(torch.ones(2, 4))  # the example inputs of prepare
+    fq.qparams_calculator.tensors_per_step = 2
+    fq.reset_statistics()
+    with merged_statistics([fq]):
+        for step in range(3):
+            x = torch.cat([batch(step, rank)[0] for rank in ranks])
+            fq(x)
+            fq(x.reshape(-1, 2, 4) * 3)
+    return state(fq)
+
+
+def job_places(rank: int, world: int, _: str):
+    return observe_two_places([rank])
 
 
 def job_ddp(rank: int, world: int, mode: str, kind: str):

@@ -40,7 +40,7 @@ def spawn(world, folder, jobs):
 def two(tmp_path_factory):
     jobs = [f"calibrate:{mode},{kind}" for mode, kind in CALIBRATED]
     jobs += [f"ddp:{mode},{kind}" for mode, kind in TRAINED]
-    jobs += ["fsdp:moving_average", "fsdp:lsq", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
+    jobs += ["places:", "fsdp:moving_average", "fsdp:lsq", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
     return spawn(2, tmp_path_factory.mktemp("two"), jobs)
 
 
@@ -61,6 +61,11 @@ def test_two_shards_calibrate_as_one_process(two, mode, kind):
         processes.calibrate(mode, [4, 3], [0, 1], **processes.CALCULATORS[kind]),
         **exact,
     )
+
+
+def test_a_simulator_at_tensors_of_several_ranks_calibrates_as_in_one_process(two):
+    """Such as that of a class token and the patches that it is joined with."""
+    assert_equal(two, "places:", processes.observe_two_places([0, 1]), rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class _RecordedRange(_RangeBetween):
 
     def forward(self, x: torch.Tensor) -> _Range:
         low, high = self.inner(x)
-        self.record.append(torch.stack([low, high]))
+        self.record.append(torch.stack([low, high]))  # a simulator at several places may see tensors of several ranks
         return low, high
 
 
@@ -135,14 +135,16 @@ def _position(calculator: Any) -> tuple[Any, ...]:
 
 def _replay(calculator: Any, position: tuple[Any, ...], record: list[torch.Tensor]) -> None:
     """Observe again from where calibration began, tensor ``i`` of all processes at once."""
-    empty = torch.stack([calculator.running_min, calculator.running_max])[None][:0]
-    records = _gather(torch.stack(record) if record else empty)
+    entry = torch.stack([calculator.running_min, calculator.running_max])
+    flat = torch.stack([ends.flatten(1) for ends in record]) if record else entry.flatten(1)[None][:0]
+    records = _gather(flat)
     calculator._store_buffer("running_min", position[0])
     calculator._store_buffer("running_max", position[1])
     calculator._progress.observations, calculator._progress.restart = position[2], position[3]
     for step in range(max(len(ranges) for ranges in records)):
-        present = [ranges[step] for ranges in records if step < len(ranges)]
-        low, high = torch.stack(present)[:, 0].amin(0).clamp(max=0), torch.stack(present)[:, 1].amax(0).clamp(min=0)
+        present = torch.stack([ranges[step] for ranges in records if step < len(ranges)])
+        low, high = (ends.reshape(entry.shape[1:]) for ends in (present[:, 0].amin(0), present[:, 1].amax(0)))
+        low, high = low.clamp(max=0), high.clamp(min=0)
         calculator._store(calculator.compute_qparams(low, low, high))
 
 
