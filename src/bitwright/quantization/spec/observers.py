@@ -282,7 +282,7 @@ def _least_divergence(counts: torch.Tensor, edges: torch.Tensor, levels: int) ->
     last = best = len(ends) - 1
     first = int((inside[ends - 1] * 2 < inside[-1]).sum())
     for _ in range(2):  # over all of them, then between the neighbours of the best
-        tries = torch.linspace(first, last, min(_TRIES, last - first + 1)).round().long().unique().tolist()
+        tries = sorted(set(torch.linspace(first, last, min(_TRIES, last - first + 1)).round().long().tolist()))
         divergences = [_divergence(counts, edges, int(ends[position]), levels) for position in tries]
         place = min(range(len(tries)), key=divergences.__getitem__)
         best = tries[place]
