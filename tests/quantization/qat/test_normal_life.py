@@ -360,6 +360,20 @@ def test_peft_adapters_over_quantized_convolutions():
         assert torch.equal(twin.eval()(x), trained)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore::bitwright.errors.UnplannedCallWarning")
+@pytest.mark.parametrize("targets", [["head"], ["conv", "block"], ["conv", "block", "head"]])
+def test_sums_of_adapters_are_not_taken_for_those_of_the_model(targets):
+    """Adapters that come after ``prepare`` add up inside of a forward whose own sums are quantized."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    _, prepared = start("eager")
+    x = images(1)[0]
+    expected = prepared.eval()(x)
+    adapted = inject_adapter_in_model(LoraConfig(target_modules=targets, r=2), prepared)
+    assert torch.equal(adapted.eval()(x), expected)
+
+
 @both_modes
 def test_distillation(mode):
     """The loss is the divergence by the formula, and training with it brings the student nearer to the teacher."""
