@@ -169,6 +169,19 @@ def code_vectors(
     return mask_bits(different == splat_int(np.int32(0))) != 0xFFFF
 
 
+@inlined
+def code_vectors_of(
+    encode: int, y: int, dtype: int, anchored: int, codes: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> Scalar:  # fmt: skip
+    """``code_vectors`` with the dtype as a constant."""
+    if dtype == FLOAT32:
+        return code_vectors(encode, y, FLOAT32, anchored, codes, count, scale, origin, least, most)
+    if dtype == BFLOAT16:
+        return code_vectors(encode, y, BFLOAT16, anchored, codes, count, scale, origin, least, most)
+    return code_vectors(encode, y, FLOAT16, anchored, codes, count, scale, origin, least, most)
+
+
 @called
 def code_row(
     encode: int, y: int, dtype: int, anchored: int, codes: int, count: int, scale: Scalar, origin: Scalar,
@@ -192,27 +205,11 @@ def code_row(
     """
     if anchored != 0:
         if encode != 0:
-            if dtype == FLOAT32:
-                return code_vectors(True, y, FLOAT32, True, codes, count, scale, origin, least, most)
-            if dtype == BFLOAT16:
-                return code_vectors(True, y, BFLOAT16, True, codes, count, scale, origin, least, most)
-            return code_vectors(True, y, FLOAT16, True, codes, count, scale, origin, least, most)
-        if dtype == FLOAT32:
-            return code_vectors(False, y, FLOAT32, True, codes, count, scale, origin, least, most)
-        if dtype == BFLOAT16:
-            return code_vectors(False, y, BFLOAT16, True, codes, count, scale, origin, least, most)
-        return code_vectors(False, y, FLOAT16, True, codes, count, scale, origin, least, most)
+            return code_vectors_of(True, y, dtype, True, codes, count, scale, origin, least, most)
+        return code_vectors_of(False, y, dtype, True, codes, count, scale, origin, least, most)
     if encode != 0:
-        if dtype == FLOAT32:
-            return code_vectors(True, y, FLOAT32, False, codes, count, scale, origin, least, most)
-        if dtype == BFLOAT16:
-            return code_vectors(True, y, BFLOAT16, False, codes, count, scale, origin, least, most)
-        return code_vectors(True, y, FLOAT16, False, codes, count, scale, origin, least, most)
-    if dtype == FLOAT32:
-        return code_vectors(False, y, FLOAT32, False, codes, count, scale, origin, least, most)
-    if dtype == BFLOAT16:
-        return code_vectors(False, y, BFLOAT16, False, codes, count, scale, origin, least, most)
-    return code_vectors(False, y, FLOAT16, False, codes, count, scale, origin, least, most)
+        return code_vectors_of(True, y, dtype, False, codes, count, scale, origin, least, most)
+    return code_vectors_of(False, y, dtype, False, codes, count, scale, origin, least, most)
 
 
 @called

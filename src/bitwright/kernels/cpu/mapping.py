@@ -135,6 +135,20 @@ def fake_vectors(
             store(y + word * size, result, dtype)
 
 
+@inlined
+def fake_vectors_of(
+    x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> None:  # fmt: skip
+    """``fake_vectors`` with the dtype as a constant."""
+    if dtype == FLOAT32:
+        fake_vectors(x, y, FLOAT32, anchored, mask, count, scale, origin, least, most)
+    elif dtype == BFLOAT16:
+        fake_vectors(x, y, BFLOAT16, anchored, mask, count, scale, origin, least, most)
+    else:
+        fake_vectors(x, y, FLOAT16, anchored, mask, count, scale, origin, least, most)
+
+
 @called
 def fake_row(
     x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
@@ -155,18 +169,9 @@ def fake_row(
         most: largest code less the zero point.
     """
     if anchored != 0:
-        if dtype == FLOAT32:
-            fake_vectors(x, y, FLOAT32, True, mask, count, scale, origin, least, most)
-        elif dtype == BFLOAT16:
-            fake_vectors(x, y, BFLOAT16, True, mask, count, scale, origin, least, most)
-        else:
-            fake_vectors(x, y, FLOAT16, True, mask, count, scale, origin, least, most)
-    elif dtype == FLOAT32:
-        fake_vectors(x, y, FLOAT32, False, mask, count, scale, origin, least, most)
-    elif dtype == BFLOAT16:
-        fake_vectors(x, y, BFLOAT16, False, mask, count, scale, origin, least, most)
+        fake_vectors_of(x, y, dtype, True, mask, count, scale, origin, least, most)
     else:
-        fake_vectors(x, y, FLOAT16, False, mask, count, scale, origin, least, most)
+        fake_vectors_of(x, y, dtype, False, mask, count, scale, origin, least, most)
 
 
 @inlined
