@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwright.kernels import reference
+from bitwright.kernels import Grid, reference
 from bitwright.kernels.dispatch import ready_call, same_elements
 
 from .kernel_comparing import assert_same
@@ -69,8 +69,36 @@ def test_prepared_observation(case: Case, average: float | None, restart: bool, 
         assert_same(found, expected, zero_sign=place == 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+@pytest.mark.parametrize("block", [(300, 500), (1, 500), (300, 1), (1, 20)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prepared_large_tensors(threads: int, block: tuple[int, int], formulation: str, dtype: torch.dtype) -> None:
+    """Output and gradient of tensors that several threads share are the reference's, and hold the parameters."""
+    torch.manual_seed(0)
+    x, gradient = torch.randn(300, 500).to(dtype), torch.randn(300, 500).to(dtype)
+    grid = Grid(torch.int8, -128, 127, formulation)
+    made = reference.choose_qparams(
+        *reference.min_max(x * 0.5, block), grid=grid, scheme="asymmetric", scale_dtype=None
+    )
+    expected = x.clone().requires_grad_()
+    reference.fake_quantize(expected, *made, block_size=block, grid=grid).backward(gradient)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        call = ready_call(x, tuple(t.clone() for t in made), block_size=block, grid=grid)
+        leaf = x.clone().requires_grad_()
+        y = call.run_with_gradient(leaf)
+        y.backward(gradient)
+        assert_same(call.run(x), y.detach())
+    finally:
+        torch.set_num_threads(before)
+    assert_same(y.detach(), reference.fake_quantize(x, *made, block_size=block, grid=grid))
+    assert_same(leaf.grad, expected.grad)
+
+
 def test_tensors_that_are_not_prepared() -> None:
-    """Large, empty, strided and meta tensors, and parameters of other dtypes, take the general way."""
+    """Empty, strided and meta tensors, large ones to observe, and parameters of other dtypes take the general way."""
     x = torch.randn(8, 16)
     made = reference.choose_qparams(
         *reference.min_max(x, (8, 16)), grid=(grid := _grid()), scheme="symmetric", scale_dtype=None
@@ -80,14 +108,13 @@ def test_tensors_that_are_not_prepared() -> None:
     assert ready_call(x.T, made, block_size=(16, 8), grid=grid) is None
     assert ready_call(torch.empty(0, 16), made, **options) is None
     assert ready_call(x.to("meta"), made, **options) is None
-    assert ready_call(torch.randn(1 << 9, 1 << 9), made, block_size=(1 << 9, 1 << 9), grid=grid) is None
+    large, running = torch.randn(1 << 9, 1 << 9), (torch.zeros(1, 1), torch.zeros(1, 1))
+    assert ready_call(large, made, block_size=(1 << 9, 1 << 9), grid=grid, running=running) is None
     assert ready_call(x, (made[0].double(), *made[1:]), **options) is None
     assert ready_call(x, (made[0], made[1].float(), made[2]), **options) is None
 
 
-def _grid() -> object:
-    from bitwright.kernels import Grid
-
+def _grid() -> Grid:
     return Grid(torch.int8, -128, 127)
 
 

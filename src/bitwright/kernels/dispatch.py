@@ -19,7 +19,6 @@ from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
-from .layout import SMALL
 from .saved import mark, marking
 
 __all__ = [
@@ -132,7 +131,7 @@ def ready_call(
         made: scale, zero point and minval as an observer keeps them.
         **options: the further arguments of ``kernels.cpu.ready.ReadyCall``.
     """
-    if x.numel() >= SMALL or not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
+    if not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
         return None
     from .cpu import ready
 

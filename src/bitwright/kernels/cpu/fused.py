@@ -37,6 +37,7 @@ __all__ = [
     "min_max",
     "observe_and_fake_quantize",
     "quantize",
+    "threads_for",
 ]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -45,7 +46,7 @@ Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 GRAIN = 1 << 16
 
 
-def _threads(elements: int) -> int:
+def threads_for(elements: int) -> int:
     """Number of threads that a pass over so many elements is worth."""
     return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
 
@@ -101,7 +102,7 @@ def _map(op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, g
         op, x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), DTYPES[y.dtype], _address(mask), given.scale.data_ptr(),
         _address(given.zero_point), _address(given.minval), layout.address, given.grid.address, layout.words,
     )  # fmt: skip
-    run_parts(map_part, arguments, _threads(layout.numel), (x, y, mask, given))
+    run_parts(map_part, arguments, threads_for(layout.numel), (x, y, mask, given))
 
 
 def _new_mask(layout: Layout) -> torch.Tensor:
@@ -120,7 +121,7 @@ def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layou
     therefore cost no pass over memory, but one over the mask.
     """
     words = layout.words
-    threads = _threads(layout.numel)
+    threads = threads_for(layout.numel)
     if not in_place and all_set(mask.data_ptr(), words):
         return gradient
     out = gradient if in_place else empty_like(gradient)
@@ -135,7 +136,7 @@ def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor]
     """Call ``forward`` with a mask for the gradient if one is wanted."""
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL and marking(x):
-            keep_signs(x, _threads(layout.numel))
+            keep_signs(x, threads_for(layout.numel))
         return straight_through(x, forward, _new_mask(layout), partial(apply_mask, layout=layout))
     return forward(None)
 
@@ -219,7 +220,7 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     """``reference.min_max``."""
     flat, order = dense(x.detach())
     layout = layout_of(flat.shape, order, block_size)
-    threads = _threads(layout.numel)
+    threads = threads_for(layout.numel)
     if threads == 1:
         low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
     else:
@@ -243,7 +244,7 @@ def _finish(
 ) -> None:
     """Find the ranges of the blocks, update the running range if there is one, and write the parameters."""
     scale, zero_point, minval = made
-    threads = _threads(layout.numel)
+    threads = threads_for(layout.numel)
     source, lows, highs, sets = x.data_ptr(), 0, 0, 1
     if threads > 1:
         keys = _keys(x, layout, threads)
@@ -285,7 +286,7 @@ def choose_qparams(
         low.data_ptr(), high.data_ptr(), DTYPES[min_val.dtype], scheme_code(grid, scheme, scale_dtype), native.address,
         scale.data_ptr(), _address(zero_point), _address(minval), scale.numel(),
     )  # fmt: skip
-    run_parts(choose_part, arguments, _threads(scale.numel()), (low, high, made))
+    run_parts(choose_part, arguments, threads_for(scale.numel()), (low, high, made))
     return made
 
 
@@ -318,7 +319,7 @@ def _observe(
     scale, zero_point, minval = made
     dtype = DTYPES[x.dtype]
     outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
-    threads = _threads(layout.numel)
+    threads = threads_for(layout.numel)
     if layout.rowwise and not layout.flat and (threads == 1 or layout.rows >= part_count(threads)):
         arguments = (
             x.data_ptr(), dtype, y.data_ptr(), _address(mask), scheme, *outputs, layout.address, grid.address,
@@ -435,4 +436,4 @@ def _code(encode: int, y: torch.Tensor, codes: torch.Tensor, failed: torch.Tenso
         _address(given.zero_point), _address(given.minval), layout.address, given.grid.address,
         -(-layout.numel // LANES),
     )  # fmt: skip
-    run_parts(code_part, arguments, _threads(layout.numel), (y, codes, failed, given))
+    run_parts(code_part, arguments, threads_for(layout.numel), (y, codes, failed, given))

@@ -10,7 +10,7 @@ from bitwright.kernels.layout import LANES, Layout, dense
 
 from .arithmetic import clamp, code_of_integer, load, store
 from .compiling import compiled, inlined
-from .fused import _address, _prepare, _threads
+from .fused import _address, _prepare, threads_for
 from .lanes import (
     Lanes,
     as_bits,
@@ -210,6 +210,6 @@ def learned_gradient(
         _address(given.zero_point), _address(given.minval), layout.address, given.grid.address, int(anchored),
         sums.data_ptr(), layout.blocks, int(shared), words, chunk,
     )  # fmt: skip
-    run_parts(learned_part, arguments, _threads(layout.numel), (flat, gradient, out, sums, given))
+    run_parts(learned_part, arguments, threads_for(layout.numel), (flat, gradient, out, sums, given))
     step, offset = (sums[0] if shared else sums.sum(0, dtype=torch.float64).float()).unbind()
     return out, step.view(scale.shape), offset.view(scale.shape)

@@ -1,7 +1,8 @@
 """Kernel calls prepared once for tensors that look alike: what stays the same lies in a table in memory.
 
 A call through ``fused`` looks up the layout, checks the parameters and hands over a dozen numbers, which on a small
-tensor takes far longer than the arithmetic. Here all that happens when the call is made ready.
+tensor takes far longer than the arithmetic. Here all that happens when the call is made ready. Large tensors gain too:
+between the operations of a model little of all that code is in a cache.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import torch
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import SMALL, layout_of
 from bitwright.kernels.reference import check_fit
+from bitwright.kernels.saved import marking
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
-from .fused import apply_mask
+from .fused import apply_mask, threads_for
 from .lanes import peek_f32, peek_f64, peek_i32, peek_i64, peek_u8, stack_room
-from .mapping import FAKE, map_flat, map_rows
+from .mapping import FAKE, map_flat, map_part, map_rows
+from .memory import empty_like, lasting_bytes
 from .native import DTYPES, native_grid, scheme_code
 from .ranges import join_parts, keys_of
+from .relu import keep_signs
+from .threads import run_parts
 from .walking import vector_room
 
 __all__ = ["ReadyCall", "compare", "suits"]
@@ -116,8 +121,8 @@ def suits(
     wanted = (torch.float32, torch.int32, torch.float32, x.dtype, x.dtype)
     blocks = made[0].numel()
     return (
-        0 < x.numel() < SMALL
-        and (running is None or blocks <= FEW)
+        x.numel() > 0
+        and (running is None or (x.numel() < SMALL and blocks <= FEW))
         and all(
             t is None or (t.dtype == dtype and t.numel() == blocks and t.is_cpu and t.is_contiguous())
             for t, dtype in zip((*made, *(running or (None, None))), wanted, strict=True)
@@ -126,13 +131,13 @@ def suits(
 
 
 class ReadyCall:
-    """Fake quantization of small contiguous tensors of one shape and dtype, with parameters at fixed addresses.
+    """Fake quantization of contiguous tensors of one shape and dtype, with parameters at fixed addresses.
 
     The caller sees to it that tensors are plain, contiguous, on the CPU and of that shape and dtype, that the
     parameters still lie at the addresses they had, and that no mode or transform of torch is in force.
 
     Args:
-        x: a tensor of that kind, of fewer than ``SMALL`` elements.
+        x: a tensor of that kind; of fewer than ``SMALL`` elements to observe.
         made: scale, zero point and minval as an observer keeps them: contiguous, float32, int32, float32.
         block_size: shape of one block.
         grid: the codes.
@@ -145,7 +150,17 @@ class ReadyCall:
         ValueError: the parameters do not fit.
     """
 
-    __slots__ = ("_address", "_average", "_job", "_layout", "block_size", "grid", "mask_bytes")
+    __slots__ = (
+        "_address",
+        "_alive",
+        "_arguments",
+        "_average",
+        "_large",
+        "_layout",
+        "block_size",
+        "grid",
+        "mask_bytes",
+    )
 
     def __init__(
         self,
@@ -175,26 +190,38 @@ class ReadyCall:
         )  # fmt: skip
         job[-1:].view(np.float64)[0] = averaging_constant or 0.0
         self._average = 2 if averaging_constant is None else 1
-        self._job, self._layout = job, layout
+        self._alive, self._layout = (job, layout, native, made, running), layout
+        self._arguments = tuple(int(word) for word in (*job[4:7], *job[2:4], job[1]))
+        self._large = layout.numel >= SMALL
         self.block_size, self.grid = block_size, grid
         self._address = job.ctypes.data
         self.mask_bytes = 2 * layout.words
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantize without a gradient."""
-        y = torch.empty_like(x)
-        _map_ready(x.data_ptr(), y.data_ptr(), 0, self._address)
-        return y
+        return self.run_masked(x, None)
 
     def run_with_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantize a tensor that requires a gradient."""
-        mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
+        if not self._large:
+            mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
+        else:
+            mask = lasting_bytes(self.mask_bytes)
+            if marking(x):
+                keep_signs(x, threads_for(self._layout.numel))
         return straight_through(x, partial(self.run_masked, x), mask, self.apply_mask)
 
-    def run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize and fill the mask of ``mask_bytes`` bytes."""
-        y = torch.empty_like(x)
-        _map_ready(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self._address)
+    def run_masked(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Fake-quantize and fill the mask of ``mask_bytes`` bytes, if there is one."""
+        bits = 0 if mask is None else mask.data_ptr()
+        if not self._large:
+            y = torch.empty_like(x)
+            _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
+            return y
+        y = empty_like(x)
+        dtype = DTYPES[x.dtype]
+        arguments = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
+        run_parts(map_part, arguments, threads_for(self._layout.numel), (x, y, mask, self._alive))
         return y
 
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
