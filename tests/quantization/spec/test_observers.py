@@ -226,3 +226,12 @@ def test_entropy_needs_even_codes():
     """FP8 is refused, with the field and the way out."""
     with pytest.raises(ValueError, match=r"'histogram' needs an integer dtype.*'mse'"):
         make(dtype="float8_e4m3fn", range_calculator_cls="histogram")
+
+
+def test_histograms_of_other_bins_are_refused():
+    """A checkpoint of an earlier version is not taken for something else."""
+    state = Histogram.of(torch.randn(2, 100)).to_tensor()
+    assert torch.equal(Histogram.from_tensor(state).to_tensor(), state)
+    state[1] = 4096
+    with pytest.raises(ValueError, match=r"4096 bins.*Calibrate again"):
+        Histogram.from_tensor(state)

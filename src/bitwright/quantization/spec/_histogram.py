@@ -108,8 +108,17 @@ class Histogram:
 
     @classmethod
     def from_tensor(cls, data: torch.Tensor) -> Histogram:
-        """Return what ``to_tensor`` wrote."""
+        """Return what ``to_tensor`` wrote.
+
+        Raises:
+            ValueError: the bins are not those of this class, as in checkpoints of earlier versions.
+        """
         rows, bins = int(data[0]), int(data[1])
+        if bins not in (2 * _OCTAVES << _FINENESS, 2 * _OCTAVES_OF_MANY << _FINENESS):
+            raise ValueError(
+                f"A checkpoint holds a range finder's histogram of {bins} bins, which is another version's. "
+                "Calibrate again, or leave the _extra_state of range calculators out of the checkpoint."
+            )
         exponents, low, high, counts = torch.split(data[2:], [rows, rows, rows, rows * bins])
         extremes = [part.to(torch.int32).view(torch.float32) for part in (low, high)]
         return cls(counts.reshape(rows, bins), exponents, *extremes)
