@@ -375,3 +375,16 @@ def test_submodules_may_have_the_names_of_a_graph_modules_attributes(name: str) 
 def test_names_that_a_graph_module_cannot_do_without_are_told(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"'{name}' \(it holds '{name}.weight'\).*Rename.*eager"):
         capture_graph(_Named(name), (torch.randn(2, 4),))
+
+
+def test_generated_code_calls_torchs_functions_and_the_graph_keeps_the_ops() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.GELU(approximate="tanh")).eval()
+    x = torch.randn(2, 4)
+    module, _ = capture_graph(model, (x,))
+    assert "torch._C._nn.linear(" in module.code
+    assert "torch.ops.aten.linear" not in module.code
+    targets = {node.target for node in module.graph.nodes if node.op == "call_function"}
+    assert {torch.ops.aten.linear.default, torch.ops.aten.relu.default, torch.ops.aten.gelu.default} <= targets
+    assert torch.equal(module(x), model(x))
+    exported = torch.export.export(module, (x,)).module()
+    assert targets <= {node.target for node in exported.graph.nodes}
