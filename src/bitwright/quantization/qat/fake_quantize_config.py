@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -243,11 +244,7 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         Raises:
             TypeError: ``config`` is something else.
         """
-        missing = [name for name in _FIELDS if not hasattr(config, name)]
-        if missing:
-            raise TypeError(
-                f"Expected torchao's IntxFakeQuantizeConfig, got {type(config).__name__} without {', '.join(missing)}."
-            )
+        _require_fields(config, _FIELDS, "IntxFakeQuantizeConfig")
         return cls(**{name: getattr(config, name) for name in _FIELDS})
 
     def to_torchao(self) -> Any:
@@ -330,12 +327,7 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
         Raises:
             TypeError: ``config`` is something else.
         """
-        missing = [name for name in _FLOAT8_FIELDS if not hasattr(config, name)]
-        if missing:
-            raise TypeError(
-                f"Expected torchao's Float8FakeQuantizeConfig, got {type(config).__name__} without "
-                f"{', '.join(missing)}."
-            )
+        _require_fields(config, _FLOAT8_FIELDS, "Float8FakeQuantizeConfig")
         return cls(config.dtype, config.granularity, config.hp_value_lb, config.hp_value_ub)
 
     def to_torchao(self) -> Any:
@@ -368,3 +360,10 @@ def _plain_extra(spec: QuantizationSpec) -> dict[str, Any]:
         "range_learning": learned,
         "eps": torch.finfo(torch.float32).eps,
     }
+
+
+def _require_fields(config: Any, names: Iterable[str], kind: str) -> None:
+    """Raise a ``TypeError`` where ``config`` is not torchao's class ``kind``, by the attributes that it lacks."""
+    missing = [name for name in names if not hasattr(config, name)]
+    if missing:
+        raise TypeError(f"Expected torchao's {kind}, got {type(config).__name__} without {', '.join(missing)}.")
