@@ -34,7 +34,7 @@ from .lanes import (
     store_u8,
     to_float,
 )
-from .mapping import TILE, spread, tile_room
+from .mapping import TILE, row_parameters, spread, tile_room
 from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, vector_room
 
 __all__ = ["code_part", "rounded"]
@@ -266,11 +266,7 @@ def code_rows(
         row = begin // words
         stop = min(end, (row + 1) * words)
         block = 4 * block_of_row(table, row)
-        scale, point, origin = peek_f32(scales + block), np.float32(0), np.float32(0)
-        if points != 0:
-            point = np.float32(peek_i32(points + block))
-        if origins != 0:
-            point, origin = low, peek_f32(origins + block)
+        scale, point, origin = row_parameters(scales, points, origins, block, low)
         least, most = low - point, high - point
         at = LANES * begin
         if not can_multiply(scale, least, most) or code_row(

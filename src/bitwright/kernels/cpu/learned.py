@@ -20,7 +20,6 @@ from .lanes import (
     load_f32,
     load_i32,
     peek_f32,
-    peek_i32,
     peek_i64,
     poke_f32,
     reduce_add,
@@ -31,6 +30,7 @@ from .lanes import (
     store_f32,
     to_float,
 )
+from .mapping import row_parameters
 from .memory import empty_like
 from .native import DTYPES
 from .threads import run_parts
@@ -81,19 +81,16 @@ def learned_words(
     length, per_element = peek_i64(table + 8), peek_i64(table + 16)
     words = (length + LANES - 1) // LANES
     size = element_bytes(dtype)
-    low, high = splat(peek_f32(grid + 8)), splat(peek_f32(grid + 12))
+    lowest = peek_f32(grid + 8)
+    low, high = splat(lowest), splat(peek_f32(grid + 12))
     nothing, no_bits = splat(np.float32(0)), splat_int(np.int32(0))
-    fixed = low if origins != 0 else nothing
     while begin < end:
         row = begin // words
         word = begin - row * words
         stop = min(min(words, word + end - begin), word + _SUMMED)
         block = 4 * block_of_row(table, row)
-        scale, offset, origin = splat(peek_f32(scales + block)), fixed, nothing
-        if points != 0:
-            offset = splat(np.float32(peek_i32(points + block)))
-        if origins != 0:
-            origin = splat(peek_f32(origins + block))
+        width, point, start = row_parameters(scales, points, origins, block, lowest)
+        scale, offset, origin = splat(width), splat(point), splat(start)
         along, beside = nothing, nothing
         for first in range(word * LANES, min(length, stop * LANES), LANES):
             rest = min(length - first, LANES)

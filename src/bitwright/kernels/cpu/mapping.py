@@ -59,6 +59,7 @@ __all__ = [
     "map_part",
     "map_rows",
     "mask_part",
+    "row_parameters",
     "spread",
     "step",
     "tile_room",
@@ -175,6 +176,25 @@ def fake_row(
 
 
 @inlined
+def row_parameters(scales: int, points: int, origins: int, block: int, lowest: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    """Scale, zero point and minval at an offset in bytes; with minvals codes count from the lowest one.
+
+    Args:
+        scales: as in ``map_part``.
+        points: as in ``map_part``.
+        origins: as in ``map_part``.
+        block: offset of the block's parameters.
+        lowest: smallest code.
+    """
+    point, origin = np.float32(0), np.float32(0)
+    if points != 0:
+        point = np.float32(peek_i32(points + block))
+    if origins != 0:
+        point, origin = lowest, peek_f32(origins + block)
+    return peek_f32(scales + block), point, origin
+
+
+@inlined
 def map_rows(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
     table: int, grid: int, begin: int, end: int, buffer: int,
@@ -193,11 +213,7 @@ def map_rows(
     while begin < end:
         stop = min(words, word + end - begin)
         block = 4 * block_of_row(table, row)
-        width, point, start = peek_f32(scales + block), np.float32(0), np.float32(0)
-        if points != 0:
-            point = np.float32(peek_i32(points + block))
-        if origins != 0:
-            point, start = lowest, peek_f32(origins + block)
+        width, point, start = row_parameters(scales, points, origins, block, lowest)
         scale, offset, origin = splat(width), splat(point), splat(start)
         bits = mask + 2 * begin if mask != 0 else 0
         last = min(length - length % LANES, stop * LANES)
