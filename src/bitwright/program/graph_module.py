@@ -69,7 +69,9 @@ class TracedGraphModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
-        with self._graph.on_generate_code(lambda _: _with_faster_calls):
+        with self._graph.on_generate_code(
+            lambda given: lambda body: _with_faster_calls(body if given is None else given(body))
+        ):
             return super().recompile()
 
     @property
