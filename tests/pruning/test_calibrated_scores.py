@@ -282,6 +282,30 @@ def test_calibration_without_data_or_purpose():
         model(torch.randn(1, 4))
 
 
+@pytest.mark.parametrize("algorithm", ["wanda", "sparsegpt"])
+def test_scores_that_never_saw_data_are_told_at_the_end(algorithm):
+    """By name; a weight that calibration reached is not among them."""
+    model = nn.ModuleDict({"seen": nn.Linear(8, 8), "unseen": nn.Linear(8, 8)})
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.both = model, True
+
+        def forward(self, x):
+            x = self.layers["seen"](x)
+            return self.layers["unseen"](x) if self.both else x
+
+    network, x = Switched(), torch.randn(16, 8)
+    pruner = MagnitudePruner(network, config_of(PruningSpec(pruning_algo=algorithm)))
+    pruner.prepare((x,))
+    network.both = False
+    with pruner.calibration_mode():
+        network(x)
+    with pytest.warns(BitwrightWarning, match=r"^'layers\.unseen\.weight' is pruned by magnitude"):
+        pruner.finalize(backend="_torch")
+
+
 def test_calibrated_scores_outlive_the_calibration():
     """A schedule that removes more later on goes by what calibration found, also after loading."""
     torch.manual_seed(5)

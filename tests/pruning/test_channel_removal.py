@@ -121,6 +121,104 @@ def test_transposed_convolutions_have_inputs_first():
     assert model.up.weight.shape[0] == 3
 
 
+class Branches(nn.Module):
+    """Two branches side by side, a norm and a depthwise convolution over both, slopes for each channel, a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Conv2d(2, 6, 3, padding=1)
+        self.right = nn.Conv2d(2, 4, 1)
+        self.norm = nn.BatchNorm2d(12)
+        self.slopes = nn.PReLU(12)
+        self.depthwise = nn.Conv2d(12, 12, 3, groups=12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.left(x), x, self.right(x)], dim=1)
+        x = F.interpolate(self.slopes(self.norm(x)), scale_factor=2)
+        return self.head(self.depthwise(x).mean((2, 3)))
+
+
+def test_concatenated_channels_are_cut_where_they_came_from():
+    """Each branch loses its own; what is concatenated as it came in stays."""
+    model = Branches()
+    with torch.no_grad():
+        model.depthwise.weight *= torch.tensor([9, 1, 9, 1, 9, 1, 9, 9, 1, 1, 9, 9]).view(-1, 1, 1, 1) / 9
+        model.left.weight[1::2] *= 0.01
+        model.right.weight[:2] *= 0.01
+    report = check(model, torch.randn(2, 2, 6, 6))
+    assert report.removed == {"left": (6, 3), "right": (4, 2), "depthwise": (12, 7)}
+    assert (model.norm.num_features, model.slopes.num_parameters, model.head.in_features) == (7, 7, 7)
+    assert model.depthwise.groups == 7
+
+
+def test_a_flattened_concatenation():
+    """Channels of both parts are several columns of the linear layer."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Conv1d(2, 4, 3), nn.Conv1d(2, 6, 3), nn.Linear(50, 2)
+
+        def forward(self, x):
+            return self.head(torch.cat((self.first(x), torch.tanh(self.second(x))), -2).flatten(1))
+
+    report = check(Flat(), torch.randn(3, 2, 7))
+    assert report.removed == {"first": (4, 2), "second": (6, 3)}
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation with linear layers."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, bias=bias)
+        self.squeeze = nn.Linear(8, 4)
+        self.excite = nn.Linear(4, 8)
+        self.out = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(x.mean(dim=[2, 3])))))
+        return self.out(x * gate[:, :, None, None])
+
+
+def test_gated_channels_go_where_they_are_zero():
+    """Zero times any gate is zero; another constant times a gate that moves is none."""
+    report = check(Gated(bias=False), torch.randn(2, 1, 6, 6))
+    assert report.removed == {"stem": (8, 4), "squeeze": (4, 2), "excite": (8, 4)}
+    model = Gated(bias=True)
+    nn.init.ones_(model.stem.bias)
+    with torch.no_grad():  # the gate is constant in other channels than those that it scales
+        model.stem.weight[:4] *= 0.01
+        model.excite.weight[4:] *= 0.01
+    assert check(model, torch.randn(2, 1, 6, 6)).removed == {"squeeze": (4, 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """A constant that goes into the next bias is rounded there, which is no reason to refuse."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Sigmoid(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 8)).to(dtype)
+    example = (torch.randn(16, 64, dtype=dtype),)
+    pruner = channel_pruned(model, example)
+    before = model(*example)
+    assert pruner.shrink(example).removed == {"0": (128, 64), "2": (96, 48)}
+    assert torch.allclose(model(*example), before, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_tied_weights_stay_tied():
+    """A mask on a weight with two owners becomes one parameter again, not two."""
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 8, bias=False))
+    model[3].weight = model[0].weight
+    tokens = torch.randint(0, 8, (2, 5))
+    pruner = channel_pruned(model, (tokens,))
+    before = model(tokens)
+    report = pruner.shrink((tokens,))
+    assert model[3].weight is model[0].weight
+    assert report.parameters_after == report.parameters_before
+    assert torch.equal(model(tokens), before)
+
+
 class Mixing(nn.Module):
     """Softmax over channels, a shared layer, and a layer whose output leaves the model."""
 

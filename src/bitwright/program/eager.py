@@ -286,8 +286,14 @@ def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if getattr(func, "__name__", "") == "permute":
         given = args[1:] or (kwargs.get("dims", ()),)
         return {"dims": tuple(given[0]) if isinstance(given[0], (tuple, list)) else tuple(given)}
-    kept = {names[i] if i < len(names) else str(i): a for i, a in enumerate(args) if isinstance(a, plain)}
-    return {**kept, **{key: entry for key, entry in kwargs.items() if isinstance(entry, plain)}}
+
+    def is_plain(entry: Any) -> bool:
+        return isinstance(entry, plain) or (
+            isinstance(entry, (tuple, list)) and all(type(number) is int for number in entry)
+        )
+
+    kept = {names[i] if i < len(names) else str(i): a for i, a in enumerate(args) if is_plain(a)}
+    return {**kept, **{key: entry for key, entry in kwargs.items() if is_plain(entry)}}
 
 
 def _flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,14 +1,12 @@
 """Which channels of a model are constant whatever the input, and which tensors they run through.
 
-A *space* is a set of channels that several tensors have in common: what a convolution puts out, a batch norm scales, a
-residual add joins, and the next convolution reads. A channel of a space can go when everybody who reads it sees a
-constant there. Ops that are not known keep their channels as they are.
+A channel of a space can go when everybody who reads it sees a constant there. Ops that are not known keep their
+channels as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,121 +14,20 @@ from torch import nn
 
 from bitwright.program import Op, Program, Value
 
-__all__ = ["CONVS", "TRANSPOSED", "ChannelAnalysis", "Reader", "Space", "Tensor"]
+from ._channel_moves import keeps_zeros, moved_channels
+from ._channel_spaces import Channels, Part, Reader, Space, Tensor
+
+__all__ = ["CONVS", "TRANSPOSED", "ChannelAnalysis", "widths"]
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-_UNARY = frozenset(
-    {
-        "relu",
-        "relu_",
-        "relu6",
-        "gelu",
-        "silu",
-        "sigmoid",
-        "tanh",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "mish",
-        "softplus",
-    }
-    | {"hardswish", "hardsigmoid", "hardtanh", "dropout", "dropout2d", "contiguous", "clone", "detach", "abs", "square"}
-)
-_POOLS = frozenset(
-    f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for dims in (1, 2, 3)
-)
-_JOINS = frozenset({"add", "add_", "sub", "sub_", "mul", "mul_"})
-_FLATTEN = frozenset({"flatten", "view", "reshape"})
-
-
-@dataclass(eq=False, slots=True)
-class Tensor:
-    """A parameter or buffer with an axis that belongs to a space.
-
-    Attributes:
-        path: path of its owner.
-        attribute: its name there; a bias may be missing.
-        axis: the axis.
-        repeats: entries along the axis for each channel.
-    """
-
-    path: str
-    attribute: str
-    axis: int
-    repeats: int = 1
-
-
-@dataclass(eq=False, slots=True)
-class Reader:
-    """A layer that sums over the channels of a space.
-
-    Attributes:
-        path: path of the layer.
-        module: the layer.
-        dim: channel dimension of its input.
-        repeats: entries along that dimension for each channel.
-        constant: channels that are constant in its input.
-    """
-
-    path: str
-    module: nn.Module
-    dim: int
-    repeats: int
-    constant: torch.Tensor
-
-
-@dataclass(eq=False, slots=True)
-class Space:
-    """Channels that go together.
-
-    Attributes:
-        size: number of channels.
-        tensors: what has an axis along them.
-        readers: who sums over them.
-        writers: paths of the layers that put them out.
-        fixed: why they must stay, or None.
-        merged: the space that this one became part of.
-    """
-
-    size: int
-    tensors: list[Tensor] = field(default_factory=list)
-    readers: list[Reader] = field(default_factory=list)
-    writers: list[str] = field(default_factory=list)
-    fixed: str | None = None
-    merged: Space | None = None
-
-    def root(self) -> Space:
-        """Return the space that this one is part of by now."""
-        space = self
-        while space.merged is not None:
-            space = space.merged
-        return space
-
-    def join(self, other: Space) -> Space:
-        """Make one space of two."""
-        first, second = self.root(), other.root()
-        if first is second:
-            return first
-        first.tensors += second.tensors
-        first.readers += second.readers
-        first.writers += second.writers
-        first.fixed = first.fixed or second.fixed
-        second.merged = first
-        return first
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Channels:
-    """Channels of one value: their space, where they are, and which are constant."""
-
-    space: Space
-    dim: int
-    repeats: int
-    constant: torch.Tensor
+_LAYER_OPS = frozenset({"linear"} | {f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)})
+_PRODUCTS = frozenset({"mul", "mul_"})
+_JOINS = frozenset({"add", "add_", "sub", "sub_"}) | _PRODUCTS
+_WITH_NUMBERS = _JOINS | {"div", "div_", "truediv"}
+_CONCATENATIONS = frozenset({"cat", "concat", "concatenate"})
 
 
 class ChannelAnalysis:
@@ -153,7 +50,7 @@ class ChannelAnalysis:
         self._modules = dict(model.named_modules())
         self._weight_of = weight_of
         self._calls = calls
-        self._channels: dict[int, _Channels] = {}
+        self._channels: dict[int, Channels] = {}
         self._spaces: list[Space] = []
         for op in program.ops:
             self._visit(op)
@@ -168,16 +65,19 @@ class ChannelAnalysis:
     def _visit(self, op: Op) -> None:
         module = self._modules.get(op.module_path)
         inputs = [argument.value for argument in op.arguments if argument.value.state is None]
-        if isinstance(module, (nn.Linear, *CONVS, *TRANSPOSED)) and op.type in _LAYER_OPS:
+        alone = len(op.arguments) == len(inputs)
+        if isinstance(module, (nn.Linear, *CONVS, *TRANSPOSED)) and op.type in _LAYER_OPS and inputs:
             self._visit_layer(op, module, inputs[0])
         elif isinstance(module, NORMS) and op.type == "batch_norm":
             self._visit_norm(op, module, inputs[0])
-        elif len(inputs) == 1 and (op.type in _UNARY or _is_plain_pool(op, inputs[0])):
-            self._pass(inputs[0], op.outputs[0])
-        elif op.type in _FLATTEN and len(inputs) == 1:
-            self._flatten(inputs[0], op.outputs[0])
-        elif op.type in _JOINS and len(op.arguments) == len(inputs):
+        elif isinstance(module, nn.PReLU) and op.type == "prelu":
+            self._visit_prelu(op, module, inputs[0])
+        elif op.type in _CONCATENATIONS and alone:
+            self._concatenate(op, inputs)
+        elif op.type in _JOINS and alone and len(inputs) == 2:
             self._join(op, inputs)
+        elif len(inputs) == 1 and alone:
+            self._pass(op, inputs[0])
         else:
             for value in inputs:
                 self._fix(value, f"{op.type} ({op.name}) reads them")
@@ -185,124 +85,175 @@ class ChannelAnalysis:
     def _visit_layer(self, op: Op, layer: nn.Module, source: Value) -> None:
         path = op.module_path
         weight = self._weight_of(path, layer) if self._calls.get(path, 0) == 1 else None
-        known = self._channels.get(id(source))
-        if weight is None or (known is not None and known.dim != _input_dim(layer, source)):
+        known = self._known(source)
+        if weight is None or (known is not None and known.dim != _channel_dim(layer, source)):
             self._fix(source, f"{path} reads them, and its weight cannot be cut")
             return
-        groups = getattr(layer, "groups", 1)
-        if groups > 1:
+        if getattr(layer, "groups", 1) > 1:
             self._visit_depthwise(op, layer, source, weight)
             return
         axis_in, axis_out = (0, 1) if isinstance(layer, TRANSPOSED) else (1, 0)
-        if known is not None:
-            space = known.space.root()
-            space.tensors.append(Tensor(path, "weight", axis_in, known.repeats))
-            space.readers.append(Reader(path, layer, known.dim, known.repeats, known.constant))
-        out = Space(weight.shape[axis_out])
-        self._write(op, layer, out, axis_out, _zero_channels(weight, axis_out))
+        for offset, part in [] if known is None else known.with_offsets():
+            space = part.space.root()
+            space.tensors.append(Tensor(path, "weight", axis_in, part.repeats, offset))
+            space.readers.append(Reader(path, layer, _channel_dim(layer, source), part.repeats, offset, part.constant))
+        space = Space(weight.shape[axis_out])
+        self._spaces.append(space)
+        self._write(op, layer, axis_out, (self._written_part(layer, space, _zero_channels(weight, axis_out)),))
 
     def _visit_depthwise(self, op: Op, layer: Any, source: Value, weight: torch.Tensor) -> None:
         path = op.module_path
-        known = self._channels.get(id(source))
+        known = self._known(source)
         plain = isinstance(layer, CONVS) and layer.groups == layer.in_channels == layer.out_channels
-        if not plain or known is None or known.repeats != 1:
+        if not plain or known is None or any(part.repeats != 1 for part in known.parts):
             self._fix(source, f"{path} has {layer.groups} groups")
             return
-        constant = _zero_channels(weight, 0)
-        if not any(_widths(layer.padding)):
-            constant = constant | known.constant
-        self._write(op, layer, known.space.root(), 0, constant)
+        padded = any(widths(layer.padding))
+        parts = []
+        for offset, part in known.with_offsets():
+            stretch = slice(offset, offset + part.entries)
+            dead = _zero_channels(weight[stretch], 0)
+            constant = dead | part.zero | (torch.zeros_like(dead) if padded else part.constant)
+            bias = _zero_bias(layer, len(weight))[stretch]
+            parts.append(Part(part.space.root(), constant, (dead | part.zero) & bias))
+        self._write(op, layer, 0, tuple(parts))
 
-    def _write(self, op: Op, layer: nn.Module, space: Space, axis: int, constant: torch.Tensor) -> None:
-        """Record that a layer puts out the channels of ``space``."""
-        space.writers.append(op.module_path)
-        space.tensors.append(Tensor(op.module_path, "weight", axis))
-        space.tensors.append(Tensor(op.module_path, "bias", 0))
-        self._spaces.append(space)
-        output = op.outputs[0]
-        dim = _input_dim(layer, output)
-        self._channels[id(output)] = _Channels(space, dim, 1, constant)
+    def _written_part(self, layer: Any, space: Space, constant: torch.Tensor) -> Part:
+        return Part(space, constant, constant & _zero_bias(layer, space.size))
+
+    def _write(self, op: Op, layer: nn.Module, axis: int, parts: tuple[Part, ...]) -> None:
+        """Record that a layer puts out these channels."""
+        channels = Channels(_channel_dim(layer, op.outputs[0]), parts)
+        for offset, part in channels.with_offsets():
+            part.space.writers.append(op.module_path)
+            part.space.tensors.append(Tensor(op.module_path, "weight", axis, 1, offset))
+            part.space.tensors.append(Tensor(op.module_path, "bias", 0, 1, offset))
+        self._channels[id(op.outputs[0])] = channels
 
     def _visit_norm(self, op: Op, norm: Any, source: Value) -> None:
-        known = self._channels.get(id(source))
+        known = self._known(source)
         if known is None:
             return
-        if known.repeats != 1 or norm.running_mean is None or self._calls.get(op.module_path, 0) != 1:
-            self._fix(source, f"{op.module_path} normalises them otherwise than channel by channel")
+        once = self._calls.get(op.module_path, 0) == 1
+        plain = once and known.dim == 1 and all(part.repeats == 1 for part in known.parts)
+        if norm.running_mean is None or not plain:
+            known.fix(f"{op.module_path} normalises them otherwise than channel by channel")
             return
-        space = known.space.root()
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            if getattr(norm, name) is not None:
-                space.tensors.append(Tensor(op.module_path, name, 0))
+        self._along(known, op.module_path, ("weight", "bias", "running_mean", "running_var"))
+        shift = -norm.running_mean if norm.weight is None else -norm.running_mean * norm.weight
+        if norm.bias is not None:
+            shift = shift + norm.bias * (norm.running_var + norm.eps).sqrt()
+        still = shift.detach().cpu() == 0
+        parts = [
+            Part(part.space, part.constant, part.zero & still[offset : offset + part.entries])
+            for offset, part in known.with_offsets()
+        ]
+        self._channels[id(op.outputs[0])] = Channels(known.dim, tuple(parts))
+
+    def _visit_prelu(self, op: Op, activation: nn.PReLU, source: Value) -> None:
+        known = self._known(source)
+        if known is None:
+            return
+        if activation.num_parameters > 1:
+            once = self._calls.get(op.module_path, 0) == 1
+            if not once or known.dim != 1 or any(part.repeats != 1 for part in known.parts):
+                known.fix(f"{op.module_path} has a slope for each of them")
+                return
+            self._along(known, op.module_path, ("weight",))
         self._channels[id(op.outputs[0])] = known
 
-    def _pass(self, source: Value, output: Value) -> None:
-        known = self._channels.get(id(source))
-        if known is not None:
-            self._channels[id(output)] = known
+    def _along(self, channels: Channels, path: str, names: tuple[str, ...]) -> None:
+        """Record one-dimensional tensors that have an entry for each channel."""
+        for offset, part in channels.with_offsets():
+            part.space.root().tensors.extend(Tensor(path, name, 0, 1, offset) for name in names)
 
-    def _flatten(self, source: Value, output: Value) -> None:
-        known = self._channels.get(id(source))
+    def _pass(self, op: Op, source: Value) -> None:
+        """Follow the channels through an op on one tensor, with plain numbers or without."""
+        known = self._known(source)
         if known is None:
             return
-        sizes = source.shape
-        rest = 1
-        for size in sizes[2:]:
-            rest *= int(size)
-        if known.dim != 1 or tuple(output.shape) != (sizes[0], int(sizes[1]) * rest):
-            if tuple(output.shape) == tuple(sizes):
-                self._channels[id(output)] = known
-                return
-            self._fix(source, "a reshape mixes them with other dimensions")
+        if op.type in _WITH_NUMBERS:
+            moved: Channels | None = known if op.type in _PRODUCTS else known.without_zeros()
+        else:
+            moved = moved_channels(op, known, [int(size) for size in source.shape])
+        if moved is None:
+            known.fix(f"{op.type} ({op.name}) reads them")
             return
-        self._channels[id(output)] = _Channels(known.space, 1, known.repeats * rest, known.constant)
+        self._channels[id(op.outputs[0])] = moved if keeps_zeros(op) else moved.without_zeros()
+
+    def _concatenate(self, op: Op, inputs: list[Value]) -> None:
+        """Put the channels one after the other; what is not known among them stays."""
+        known = [self._known(value) for value in inputs]
+        rank = len(op.outputs[0].shape)
+        dim = int(op.literals.get("dim", op.literals.get("axis", 0))) % rank
+        if not any(known):
+            return
+        if any(channels is not None and channels.dim != dim for channels in known):
+            for channels in known:
+                if channels is not None:
+                    channels.fix(f"{op.type} ({op.name}) joins them along another dimension")
+            return
+        parts: list[Part] = []
+        for value, channels in zip(inputs, known, strict=True):
+            parts += self._unknown(int(value.shape[dim])) if channels is None else channels.parts
+        self._channels[id(op.outputs[0])] = Channels(dim, tuple(parts))
+
+    def _unknown(self, size: int) -> tuple[Part, ...]:
+        """Return channels that nothing is known about."""
+        space = Space(size, fixed="some of what they are joined with is not put out by a layer")
+        self._spaces.append(space)
+        nothing = torch.zeros(size, dtype=torch.bool)
+        return (Part(space, nothing, nothing),)
 
     def _join(self, op: Op, inputs: list[Value]) -> None:
-        found = [self._channels.get(id(value)) for value in inputs]
-        known = [channels for channels in found if channels is not None]
-        if len(inputs) == 1 and known:  # with a plain number
-            self._channels[id(op.outputs[0])] = known[0]
+        first, second = (self._known(value) for value in inputs)
+        same_rank = len(inputs[0].shape) == len(inputs[1].shape)
+        if first is None or second is None or not same_rank or not _aligned(first, second):
+            self._fix(inputs[0], f"{op.type} ({op.name}) joins them with something else")
+            self._fix(inputs[1], f"{op.type} ({op.name}) joins them with something else")
             return
-        ranks = {len(value.shape) for value in inputs}
-        fits = len(known) == len(inputs) and len(ranks) == 1
-        fits = fits and len({(c.dim, c.repeats, c.space.root().size) for c in known}) == 1
-        if not fits:
-            for value in inputs:
-                self._fix(value, f"{op.type} ({op.name}) joins them with something else")
-            return
-        space, constant = known[0].space, known[0].constant
-        for other in known[1:]:
-            space = space.join(other.space)
-            constant = constant & other.constant
-        self._channels[id(op.outputs[0])] = _Channels(space, known[0].dim, known[0].repeats, constant)
+        parts = []
+        for one, other in zip(first.parts, second.parts, strict=True):
+            zero, constant = one.zero & other.zero, one.constant & other.constant
+            if op.type in _PRODUCTS:
+                zero = one.zero | other.zero
+            parts.append(Part(one.space.join(other.space), constant | zero, zero, one.repeats))
+        self._channels[id(op.outputs[0])] = Channels(first.dim, tuple(parts))
+
+    def _known(self, value: Value) -> Channels | None:
+        return self._channels.get(id(value))
 
     def _fix(self, value: Value, reason: str) -> None:
-        known = self._channels.get(id(value))
+        known = self._known(value)
         if known is not None:
-            space = known.space.root()
-            space.fixed = space.fixed or reason
+            known.fix(reason)
 
 
-_LAYER_OPS = frozenset({"linear"} | {f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)})
+def _aligned(first: Channels, second: Channels) -> bool:
+    """Whether two values have the same channels one by one."""
+    shapes = [[(part.space.root().size, part.repeats) for part in channels.parts] for channels in (first, second)]
+    return first.dim == second.dim and shapes[0] == shapes[1]
 
 
-def _is_plain_pool(op: Op, source: Value) -> bool:
-    """True for pooling that puts out one tensor of as many dimensions."""
-    return op.type in _POOLS and len(source.shape) == len(op.outputs[0].shape)
-
-
-def _input_dim(layer: nn.Module, value: Value) -> int:
+def _channel_dim(layer: nn.Module, value: Value) -> int:
     """Return the channel dimension of a layer's input or output."""
-    return len(value.shape) - 1 if isinstance(layer, nn.Linear) else 1
+    places = () if isinstance(layer, nn.Linear) else getattr(layer, "kernel_size", ())
+    return len(value.shape) - 1 - len(places)
 
 
 def _zero_channels(weight: torch.Tensor, axis: int) -> torch.Tensor:
     """Return which channels of a weight have zeros only, bool ``[C]``."""
     others = [dim for dim in range(weight.ndim) if dim != axis]
-    return weight.abs().amax(others) == 0
+    return weight.abs().amax(others).cpu() == 0
 
 
-def _widths(padding: Any) -> tuple[int, ...]:
+def _zero_bias(layer: Any, size: int) -> torch.Tensor:
+    """Return which channels of a layer get no bias, bool ``[C]``."""
+    return torch.ones(size, dtype=torch.bool) if layer.bias is None else layer.bias.detach().cpu() == 0
+
+
+def widths(padding: Any) -> tuple[int, ...]:
+    """Return how far a convolution pads, dimension by dimension; 1 for ``"same"``."""
     if isinstance(padding, str):
         return (0,) if padding == "valid" else (1,)
     return (padding,) if isinstance(padding, int) else tuple(padding)

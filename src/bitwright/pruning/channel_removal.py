@@ -18,12 +18,14 @@ from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
 from bitwright.program import preserved_state
 
-from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, Reader, Space, Tensor, _widths
+from ._channel_spaces import Reader, Space, Tensor
+from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, widths
 from .spec import PruneImplBase
 
 __all__ = ["ShrinkReport", "shrink"]
 
 _TOLERANCE = 1e-4
+_ROUNDINGS = 8  # of the output's dtype that a folded constant may cost
 
 
 @dataclass(slots=True)
@@ -82,12 +84,7 @@ def shrink(
     _compare(before, _run(trial, example_inputs, kwargs))
     del trial
     _apply(model, cuts, constants)
-    report.removed = {
-        path: (cut.space.size, int((~cut.removable).sum()))
-        for cut in cuts
-        if bool(cut.removable.any())
-        for path in cut.space.writers
-    }
+    report.removed = _removed(cuts)
     report.parameters_after = _count(model)
     return report
 
@@ -100,16 +97,28 @@ class _Cut:
     removable: torch.Tensor
 
 
+def _removed(cuts: list[_Cut]) -> dict[str, tuple[int, int]]:
+    """Return how many channels each layer that loses some has and will have."""
+    sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for cut in cuts:
+        for path in cut.space.writers:
+            sizes[path][0] += cut.space.size
+            sizes[path][1] += int((~cut.removable).sum())
+    return {path: (before, after) for path, (before, after) in sizes.items() if after < before}
+
+
 def _apply(model: nn.Module, cuts: list[_Cut], constants: Mapping[str, torch.Tensor]) -> None:
     """Make masks permanent, fold constants into biases, and cut tensors."""
     _make_masks_permanent(model)
+    going: dict[tuple[str, str, int], list[tuple[Tensor, torch.Tensor]]] = defaultdict(list)
     for cut in cuts:
         for reader in cut.space.readers:
             _fold(model.get_submodule(reader.path), reader, cut.removable, constants[reader.path])
-    for cut in cuts:
         if bool(cut.removable.any()):
             for tensor in cut.space.tensors:
-                _cut(model.get_submodule(tensor.path), tensor, (~cut.removable).nonzero().flatten())
+                going[tensor.path, tensor.attribute, tensor.axis].append((tensor, cut.removable))
+    for (path, attribute, axis), stretches in going.items():
+        _cut(model.get_submodule(path), attribute, axis, stretches)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -122,7 +131,8 @@ def _compare(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
     for old, new in zip(before, after, strict=True):
         scale = float(old.abs().max()) if old.numel() else 0.0
         off = float((old - new).abs().max()) if old.numel() and old.is_floating_point() else 0.0
-        if off > _TOLERANCE * max(scale, 1.0):
+        tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(old.dtype).eps) if old.is_floating_point() else 0.0
+        if off > tolerance * max(scale, 1.0):
             raise RuntimeError(
                 f"Removing channels would change the output by {off:.3g} (largest value {scale:.3g}), so nothing was "
                 "removed. The model's forward depends on its channels in a way that the trace does not show."
@@ -134,15 +144,19 @@ def _count(model: nn.Module) -> int:
 
 
 def _make_masks_permanent(model: nn.Module) -> None:
+    made: dict[tuple[int, int], torch.Tensor] = {}  # tied weights stay tied
     for place in list(simulator_places(model, PruneImplBase)):
         if not place.in_module or len(place.stack) != 1:
             continue
-        with torch.no_grad():
-            masked = place.simulator(place.original.detach())
+        original = place.original
+        key = id(original), id(place.simulator)
+        if key not in made:
+            with torch.no_grad():
+                masked = place.simulator(original.detach())
+            parameter = isinstance(original, nn.Parameter)
+            made[key] = nn.Parameter(masked, original.requires_grad) if parameter else masked
         clear_parametrization(place.module, place.attribute)
-        dense = getattr(place.module, place.attribute)
-        replaced = nn.Parameter(masked, dense.requires_grad) if isinstance(dense, nn.Parameter) else masked
-        setattr(place.module, place.attribute, replaced)
+        setattr(place.module, place.attribute, made[key])
 
 
 def _cuttable_weight(path: str, layer: nn.Module) -> torch.Tensor | None:
@@ -172,8 +186,9 @@ def _count_calls(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             handle.remove()
     owners: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
+        owner, _, _ = f".{path}".partition(".parametrizations.")  # where masked weights are kept
         for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(path)
+            owners[id(parameter)].append(owner[1:])
     for paths in owners.values():
         if len(paths) > 1:
             calls.update(dict.fromkeys(paths, 2))
@@ -188,7 +203,8 @@ def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: Shri
         return torch.zeros(space.size, dtype=torch.bool)
     removable = torch.stack([reader.constant.cpu() for reader in space.readers]).all(0)
     for reader in space.readers:
-        blocked = removable & _meets_padding(reader, constants[reader.path].cpu().view(space.size, -1))
+        values = constants[reader.path].cpu()[reader.entries].view(space.size, -1)
+        blocked = removable & _meets_padding(reader, values)
         if bool(blocked.any()):
             removable = removable & ~blocked
             reason = f"{reader.path} pads, and some of them are constants other than zero"
@@ -200,7 +216,7 @@ def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: Shri
 
 def _meets_padding(reader: Reader, values: torch.Tensor) -> torch.Tensor:
     """Return which channels have a constant other than zero where a reader's border sees zeros, bool ``[C]``."""
-    padded = isinstance(reader.module, CONVS) and any(_widths(reader.module.padding))
+    padded = isinstance(reader.module, CONVS) and any(widths(reader.module.padding))
     if padded or isinstance(reader.module, TRANSPOSED):
         return (values != 0).any(1)
     return torch.zeros(len(values), dtype=torch.bool)
@@ -209,7 +225,7 @@ def _meets_padding(reader: Reader, values: torch.Tensor) -> torch.Tensor:
 def _constants(
     model: nn.Module, spaces: list[Space], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return, by path of a reader, the value of each entry of its input at one place, ``[C · repeats]``."""
+    """Return, by path of a reader, the value of each entry of its input at one place, along its channel dimension."""
     found: dict[str, torch.Tensor] = {}
     readers = {reader.path: reader for space in spaces for reader in space.readers}
 
@@ -229,22 +245,26 @@ def _constants(
     return found
 
 
-def _cut(module: Any, tensor: Tensor, kept: torch.Tensor) -> None:
-    """Keep some channels of a tensor."""
-    old = getattr(module, tensor.attribute)
+def _cut(module: Any, attribute: str, axis: int, stretches: list[tuple[Tensor, torch.Tensor]]) -> None:
+    """Take channels out of stretches of a tensor's axis, each with the channels of it that go, bool ``[C]``."""
+    old = getattr(module, attribute)
     if old is None:
         return
-    places = (kept.unsqueeze(1) * tensor.repeats + torch.arange(tensor.repeats)).flatten()
-    new = old.detach().index_select(tensor.axis, places.to(old.device)).clone()
-    setattr(module, tensor.attribute, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
-    if tensor.attribute == "weight":
+    kept = torch.ones(old.shape[axis], dtype=torch.bool)
+    for tensor, removable in stretches:
+        gone = removable.repeat_interleave(tensor.repeats)
+        kept[tensor.offset : tensor.offset + len(gone)] &= ~gone
+    new = old.detach().index_select(axis, kept.nonzero().flatten().to(old.device)).clone()
+    setattr(module, attribute, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    if attribute == "weight":
         _resize(module)
 
 
 def _fold(layer: Any, reader: Reader, removable: torch.Tensor, constant: torch.Tensor) -> None:
     """Add to the bias of a reader what it makes of the channels that go."""
-    places = removable.repeat_interleave(reader.repeats).to(constant.device)
-    values = torch.where(places, constant, 0.0)
+    places = torch.zeros(len(constant), dtype=torch.bool)
+    places[reader.entries] = removable.repeat_interleave(reader.repeats)
+    values = torch.where(places.to(constant.device), constant, 0.0)
     if not bool(values.any()):
         return
     weight = layer.weight.detach()
@@ -266,5 +286,7 @@ def _resize(module: Any) -> None:
         module.out_channels = shape[0]
         module.in_channels = shape[0] if depthwise else shape[1]
         module.groups = shape[0] if depthwise else 1
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = shape[0]
     else:
         module.num_features = shape[0]

@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
+from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
 from bitwright.planning import Placement
@@ -193,6 +195,31 @@ class MagnitudePruner(WeightCompressor):
         if not unique_simulators(target, CompressionSimulatorBase):
             self._unmark_model(target)
         return report
+
+    def finalize(
+        self,
+        model: nn.Module | None = None,
+        backend: ExportBackend | str = ExportBackend.CoreAI,
+        *args: Any,
+        mmap_dir: str | PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Return the model in the form that ``backend`` takes; see the base class for arguments and errors."""
+        if self._lifecycle is _Lifecycle.IDLE:
+            self._tell_uncalibrated(self._target(model, "finalize()"))
+        return super().finalize(model, backend, *args, mmap_dir=mmap_dir, **kwargs)
+
+    def _tell_uncalibrated(self, model: nn.Module) -> None:
+        simulators = [(place.name, place.simulator) for place in self._places(model)]
+        blind = [name for name, s in simulators if s.input_statistics != "none" and s.input_scale is None]
+        if blind:
+            warnings.warn(
+                f"{', '.join(map(repr, blind))} {'is' if len(blind) == 1 else 'are'} pruned by magnitude: the "
+                "pruning_algo looks at inputs, and calibration saw none there. Run data that reaches them through the "
+                "model inside calibration_mode() before finalize().",
+                BitwrightWarning,
+                stacklevel=3,
+            )
 
     def _apply(self, places: list[SimulatorPlace[PruneImplBase]], collector: InputCollector) -> None:
         if not collector.statistics:
