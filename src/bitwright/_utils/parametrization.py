@@ -7,13 +7,17 @@ that stores the base class and rebuilds the parametrized one on loading.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from bitwright.config.spec import CompressionSimulatorBase
+
+from .adapter_merging import is_merging, is_unloading, peft_is_in_use
 from .call_frames import shielded, thread_frames
 
 __all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
@@ -77,13 +81,18 @@ def _quicken(module: nn.Module, name: str) -> None:
     cls: Any = type(module)
     generic: property = cls.__dict__[name]
     generic_read: Any = generic.fget
+    generic_write: Any = generic.fset
 
     def read(self: nn.Module) -> torch.Tensor:
         parametrizations = self._modules.get("parametrizations")
         if parametrizations is None:  # another instance of this class, as adapters make them of the layer they wrap
-            raise AttributeError(name)  # torch's __getattr__ finds its own parameter
+            own = nn.Module.__getattr__(self, name)
+            assert isinstance(own, torch.Tensor)
+            return own
         chain: Any = parametrizations._modules[name]
         simulators, original = chain._modules, chain._parameters.get("original")
+        if peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
+            return _handed_out(original, simulators.values())
         plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
         if not plain or chain._forward_hooks or chain._forward_pre_hooks:
             run, arguments = generic_read, (self,)
@@ -93,7 +102,19 @@ def _quicken(module: nn.Module, name: str) -> None:
         tensor: torch.Tensor = shielded(run, *arguments) if thread_frames.stack else run(*arguments)
         return tensor
 
-    setattr(cls, name, property(read, generic.fset, generic.fdel))
+    def write(self: nn.Module, value: Any) -> None:
+        if not (peft_is_in_use() and is_unloading(sys._getframe(2))):  # behind nn.Module.__setattr__
+            generic_write(self, value)
+
+    setattr(cls, name, property(read, write, generic.fdel))
+
+
+def _handed_out(original: torch.Tensor, simulators: Iterable[Any]) -> torch.Tensor:
+    """Return a tensor to be written to, and tell its simulators."""
+    for simulator in simulators:
+        if isinstance(simulator, CompressionSimulatorBase):
+            simulator.expect_new_weight()
+    return original
 
 
 def _make_picklable(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import nn
 
+from bitwright._utils import optimizer_writes  # noqa: F401  (simulators rely on version counters)
 from bitwright._utils.registry_utils import ClassRegistryMixin
 
 __all__ = ["CompressionSimulatorBase"]
@@ -24,3 +25,6 @@ class CompressionSimulatorBase(ClassRegistryMixin, nn.Module):
     @abstractmethod
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` as its compressed form decodes."""
+
+    def expect_new_weight(self) -> None:
+        """Keep nothing of the weight: something is about to write to it in a way that no version counter shows."""

@@ -141,6 +141,10 @@ class _KMeansFakePalettize(PaletteState):
         if not self.is_settled:
             self.hard_assign(weight)
 
+    def expect_new_weight(self) -> None:
+        """Make the palettes anew at the next call: PEFT's adapters that merge write to the weight."""
+        self.invalidate()
+
     def snapshot(self) -> _Snapshot:
         """Return the state, to which :meth:`restore` goes back."""
         buffers = {name: tensor.clone() for name, tensor in self.state_dict().items()}
