@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from bitwright.palettization import (
     KMeansPalettizer,
@@ -22,6 +21,8 @@ from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagn
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 
+from .random_networks import NETWORKS, Assorted, ConvStack
+
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)]
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 
@@ -33,143 +34,23 @@ class Case:
     Attributes:
         name: what was drawn, for messages.
         model: float model in eval mode.
-        x: an input of it.
+        inputs: inputs of it.
         compress: prepares a copy of the model.
         has_activations: whether activations are quantized.
+        mode: in which it is prepared.
     """
 
     name: str
     model: nn.Module
-    x: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
     compress: Any
     has_activations: bool
-
-
-class ConvStack(nn.Module):
-    """Convolutions of one dimensionality with norms, activations, a residual add and a linear head."""
-
-    def __init__(self, rng):
-        super().__init__()
-        self.rank = rank = rng.choice([1, 2, 2, 2, 3])
-        self.shape = (rng.choice([1, 2]), 4, *[rng.choice([6, 8])] * rank)
-        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
-        transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 1]
-        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[rank - 1]
-        width = rng.choice([8, 16])
-        bias = rng.random() < 0.5
-        self.stem = conv(4, width, 3, stride=rng.choice([1, 2]), padding=1, bias=bias)
-        self.norm = norm(width) if rng.random() < 0.6 else nn.Identity()
-        groups = rng.choice([1, 2, width])
-        self.block = conv(width, width, 3, padding=2, dilation=2, groups=groups, bias=rng.random() < 0.5)
-        self.norm2 = rng.choice([norm(width), nn.Identity(), nn.GroupNorm(2, width)])
-        self.act = rng.choice([nn.ReLU(), nn.GELU(), nn.SiLU(), nn.ReLU6(), nn.Hardswish(), nn.LeakyReLU(0.1)])
-        up = {"stride": 2} if rng.random() < 0.5 else {"groups": 2}
-        self.up = transposed(width, 8, 2, **up) if rng.random() < 0.4 else None
-        self.pool = rng.choice([None, "max", "avg"]) if rank < 3 else None
-        self.residual = rng.random() < 0.7
-        self.head = nn.Linear(8 if self.up is not None else width, rng.choice([3, 8]))
-        for module in self.modules():
-            if isinstance(module, norm):
-                module.running_mean.uniform_(-0.5, 0.5)
-                module.running_var.uniform_(0.5, 2)
-
-    def forward(self, x):
-        x = self.act(self.norm(self.stem(x)))
-        y = self.norm2(self.block(x))
-        x = torch.relu(x + y) if self.residual else self.act(y)
-        if self.pool is not None:
-            kinds = {"max": (F.max_pool1d, F.max_pool2d), "avg": (F.avg_pool1d, F.avg_pool2d)}
-            x = kinds[self.pool][self.rank - 1](x, 2)
-        if self.up is not None:
-            x = self.up(x)
-        return self.head(x.flatten(2).mean(-1))
-
-
-class Attention(nn.Module):
-    """Self-attention written out, through ``scaled_dot_product_attention``, or as torch's own module."""
-
-    def __init__(self, rng, width):
-        super().__init__()
-        self.kind = rng.choice(["matmul", "sdpa", "module"])
-        self.heads = 2
-        if self.kind == "module":
-            self.inner = nn.MultiheadAttention(width, self.heads, batch_first=True)
-        else:
-            self.qkv = nn.Linear(width, 3 * width)
-            self.out = nn.Linear(width, width)
-
-    def forward(self, x):
-        if self.kind == "module":
-            return self.inner(x, x, x, need_weights=False)[0]
-        n, t, c = x.shape
-        q, k, v = (p.view(n, t, self.heads, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
-        if self.kind == "sdpa":
-            y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            y = torch.softmax(q @ k.transpose(-1, -2) * (c // self.heads) ** -0.5, -1) @ v
-        return self.out(y.transpose(1, 2).reshape(n, t, c))
-
-
-class Encoder(nn.Module):
-    """A transformer block; tokens or vectors in; the head may be tied to the embedding."""
-
-    def __init__(self, rng):
-        super().__init__()
-        width = rng.choice([32, 64])
-        self.tokens = rng.random() < 0.5
-        self.shape = (2, 5) if self.tokens else (2, 5, width)
-        self.embed = nn.Embedding(32, width) if self.tokens else nn.Identity()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(rng, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.head = nn.Linear(width, 32, bias=rng.random() < 0.5)
-        if self.tokens and rng.random() < 0.5:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        x = self.embed(x)
-        x = x + self.attention(self.norm1(x))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return self.head(x)
-
-
-class Recurrent(nn.Module):
-    """An LSTM or GRU and a linear head."""
-
-    def __init__(self, rng):
-        super().__init__()
-        kind = rng.choice([nn.LSTM, nn.GRU])
-        both = rng.random() < 0.3
-        self.shape = (2, 5, 32)
-        self.rnn = kind(32, 32, num_layers=rng.choice([1, 2]), batch_first=True, bidirectional=both)
-        self.head = nn.Linear(64 if both else 32, 4)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
-
-
-class Perceptron(nn.Module):
-    """Linear layers, one of them called twice."""
-
-    def __init__(self, rng):
-        super().__init__()
-        width = rng.choice([32, 64, 24])
-        self.shape = rng.choice([(3, width), (2, 3, width)])
-        self.first = nn.Linear(width, 64)
-        self.again = nn.Linear(64, 64, bias=rng.random() < 0.5)
-        self.last = nn.Linear(64, rng.choice([10, 32]))
-
-    def forward(self, x):
-        x = torch.tanh(self.again(F.relu(self.again(F.silu(self.first(x))))))
-        return F.log_softmax(self.last(x), -1)
-
-
-MODELS = [ConvStack, ConvStack, Encoder, Encoder, Recurrent, Perceptron]
+    mode: str
 
 
 def _granularity(rng, kind):
     roll = rng.random()
-    if kind is ConvStack:
+    if kind in (ConvStack, Assorted):
         return PerChannelGranularity(axis=0) if roll < 0.6 else None
     if roll < 0.4:
         return PerChannelGranularity(axis=rng.choice([0, 0, 1]))
@@ -233,7 +114,7 @@ def _palette_spec(rng):
     return PalettizationSpec(**options)
 
 
-def _quantized(model, x, weight, activation, mode):
+def _quantized(model, inputs, weight, activation, mode):
     specs = None if activation is None else {"*": activation}
     config = QuantizerConfig(
         global_config=ModuleQuantizerConfig(
@@ -242,52 +123,51 @@ def _quantized(model, x, weight, activation, mode):
         execution_mode=mode,
     )
     quantizer = Quantizer(model, config)
-    ready = quantizer.prepare((x,))
+    ready = quantizer.prepare(inputs)
     if activation is not None:
         with quantizer.calibration_mode(), torch.no_grad():
-            ready(x)
+            ready(*inputs)
     return quantizer, ready
 
 
-def _palettized(model, x, spec):
+def _palettized(model, inputs, spec):
     module = ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}, enable_fast_kmeans_mode=False)
     palettizer = KMeansPalettizer(model, KMeansPalettizerConfig(global_config=module))
-    return palettizer, palettizer.prepare((x,))
+    return palettizer, palettizer.prepare(inputs)
 
 
-def _pruned(model, x, sparsity):
+def _pruned(model, inputs, sparsity):
     module = ModuleMagnitudePrunerConfig(op_state_spec={"weight": PruningSpec(target_sparsity=sparsity)})
     pruner = MagnitudePruner(model, MagnitudePrunerConfig(global_config=module))
-    return pruner, pruner.prepare((x,))
+    return pruner, pruner.prepare(inputs)
 
 
 def random_case(seed):
     """The case of a seed; its configuration may be one that the model does not allow."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    kind = rng.choice(MODELS)
+    kind = rng.choice(NETWORKS)
     dtype = rng.choice([torch.float32] * 6 + [torch.float16, torch.bfloat16])
     model = kind(rng).eval().to(dtype)
-    tokens = getattr(model, "tokens", False)
-    x = torch.randint(0, 32, model.shape) if tokens else torch.randn(model.shape).to(dtype)
+    inputs = model.inputs(dtype)
     technique = rng.choice(["quantize"] * 5 + ["palettize"] * 2 + ["prune", "prune, quantize", "palettize, quantize"])
     weight, activation = _weight_spec(rng, kind), _activation_spec(rng)
     palette, sparsity = _palette_spec(rng), rng.choice([0.02, 0.5, 0.8])
-    mode = rng.choice(["eager", "graph"])
+    mode = rng.choice(["eager", "graph"]) if technique == "quantize" else "eager"
 
     def compress():
         twin, compressor = copy.deepcopy(model), None
         if "prune" in technique:
-            compressor, twin = _pruned(twin, x, sparsity)
+            compressor, twin = _pruned(twin, inputs, sparsity)
             if technique != "prune":
                 twin = compressor.finalize(backend="_torch")
         if "palettize" in technique:
-            compressor, twin = _palettized(twin, x, palette)
+            compressor, twin = _palettized(twin, inputs, palette)
             if technique != "palettize":
                 twin = compressor.finalize(backend="_torch")
         if "quantize" in technique:
             chosen = None if "palettize" in technique else weight
-            return _quantized(twin, x, chosen, activation, mode if technique == "quantize" else "eager")
+            return _quantized(twin, inputs, chosen, activation, mode)
         return compressor, twin
 
     parts = [f"seed {seed}", kind.__name__, str(dtype).removeprefix("torch."), technique]
@@ -295,7 +175,8 @@ def random_case(seed):
         parts += [mode, f"weight {_short(weight)}", f"activation {_short(activation)}"]
     if "palettize" in technique:
         parts.append(f"palette {_short(palette)}")
-    return Case(", ".join(parts), model, x, compress, "quantize" in technique and activation is not None)
+    has_activations = "quantize" in technique and activation is not None
+    return Case(", ".join(parts), model, inputs, compress, has_activations, mode)
 
 
 def _short(spec):

@@ -1,7 +1,7 @@
 """Layers between quantized activations, one at a time: the codes of each runtime beside exact arithmetic.
 
 The input is on its grid, so that all have the same codes in front of them. A runtime may add in another order than
-torch, which moves a sum by some 1e-6 of a step, and integer kernels round a bias to whole products of two scales. So a
+torch, which moves a sum by some 1e-6 of a step, and fused kernels round a bias to whole products of two scales. So a
 code is one of those nearest to the exact value, up to that error; it differs from the prepared model's only where the
 exact value is that close to a rounding bound, and by one. Averages of few codes lie on such a bound often.
 """
@@ -35,7 +35,16 @@ class _OfHalves(nn.Module):
         return self.function(*x.chunk(2, 1))
 
 
-LAYERS = {
+WIDE = {
+    "wide convolution": lambda: nn.Conv2d(48, 16, 3, padding=1),
+    "wide convolution, batch norm, relu": lambda: nn.Sequential(
+        nn.Conv2d(48, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+    ),
+    "wide convolution, uneven": lambda: nn.Conv2d(48, 16, (3, 2), stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
+    "wide convolution, single places": lambda: nn.Conv2d(48, 16, 1, stride=2),
+    "wide convolution, one axis": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(48, 16, 5, padding=2)),
+}
+LAYERS = WIDE | {
     "convolution": lambda: nn.Conv2d(8, 16, 3, padding=1),
     "convolution, batch norm, relu": lambda: nn.Sequential(
         nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU()
@@ -90,7 +99,9 @@ def _bias_error(prepared, step):
 
 def _prepared(name, activation):
     torch.manual_seed(0)
-    model, x = LAYERS[name]().eval(), torch.randn(8, 8, 8, 8)
+    model, x = LAYERS[name]().eval(), torch.randn(8, 48 if name in WIDE else 8, 8, 8)
+    for bias in (module.bias for module in model.modules() if isinstance(getattr(module, "bias", None), nn.Parameter)):
+        nn.init.normal_(bias)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -130,15 +141,27 @@ def _in_onnx(tmp_path, **options):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_onnx_runtime(name, activation, tmp_path):
-    """Its integer kernels round biases; nothing else."""
+    """Its fused kernels round biases, and are left where the exact form would be slow; nothing else is rounded."""
     pytest.importorskip("onnxruntime")
-    _check(name, activation, _in_onnx(tmp_path), rounds_biases=True)
+    narrow = name in ("convolution", "convolution, batch norm, relu", "depthwise")
+    _check(name, activation, _in_onnx(tmp_path), rounds_biases=narrow)
 
 
-@pytest.mark.parametrize("name", ["convolution", "depthwise", "softmax"])
-def test_onnx_runtime_without_integer_kernels(name, tmp_path):
+WITH_BIAS = [*WIDE, "convolution", "depthwise", "linear", "linear, relu"]
+
+
+@pytest.mark.parametrize("name", [*WITH_BIAS, "softmax"])
+def test_onnx_runtime_on_request(name, tmp_path):
+    """With and without integer products, biases can be kept from rounding whatever that costs."""
     pytest.importorskip("onnxruntime")
-    _check(name, "int8", _in_onnx(tmp_path, integer_kernels=False), rounds_biases=False)
+    for kernels in (False, "exact"):
+        _check(name, "int8", _in_onnx(tmp_path, integer_kernels=kernels), rounds_biases=False)
+
+
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_onnx_runtime_with_whole_layers(name, tmp_path):
+    pytest.importorskip("onnxruntime")
+    _check(name, "uint8", _in_onnx(tmp_path, integer_kernels="fused"), rounds_biases=True)
 
 
 @pytest.mark.slow

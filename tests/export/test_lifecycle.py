@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -48,6 +50,18 @@ def test_two_finalizes_in_a_row(kind, mode, first, second):
             raise
     else:
         assert sqnr(expected, again(x)) > 60
+
+
+@pytest.mark.parametrize("kind", ["quantizer", "palettizer", "pruner"])
+def test_a_second_finalize_in_place_says_what_happened_and_what_to_do(kind):
+    """The remedy that the message names works: every backend gets a copy."""
+    compressor, ready, x = _compressor(kind)
+    expected = ready(x).detach()
+    for backend in ("coreml", "_torch"):
+        assert sqnr(expected, compressor.finalize(copy.deepcopy(ready), backend=backend)(x)) > 60
+    compressor.finalize(backend="coreml")
+    with pytest.raises(RuntimeError, match=r"must be prepared.*not any more.*copy\.deepcopy\(prepared\)"):
+        compressor.finalize(backend="coreml")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -97,10 +97,11 @@ def run_coreai(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.T
 
     Raises:
         MissingExtraError: the coreai extra is not installed.
+        ConversionError: the runtime refuses the model, as it does with some operators on bfloat16.
     """
     require("coreai.runtime", "coreai", "Running Core AI models")
     # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with converting("The Core AI runtime"), concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, _run(Path(path), inputs)).result()
 
 

@@ -107,6 +107,7 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
         _check_coreai_activation(node, simulator)
     files = None if mmap_dir is None else MappedFiles(mmap_dir, module)
     buffers = []
+    names_of, read = parameter_names(module), [_parameter(module, weight.target) for weight in found.weights]
     taken: dict[str, int] = {}
     try:
         for weight in found.weights:
@@ -127,6 +128,10 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             else:
                 emit_weight(module, node, operands)
+    for parameter in read:  # what is read through a module of ops is gone under one of its names only
+        for name in names_of.get(id(parameter), []):
+            if _parameter(module, name) is parameter:
+                _empty(module, name, names_of)
     for node, simulator in found.activations:
         handler: Callable[..., Any] | None = get_activation_export_handler(simulator.granularity, ExecutionMode.GRAPH)
         if simulator.is_disabled():
@@ -169,11 +174,15 @@ def clean_up(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _empty(module: fx.GraphModule, target: str, names_of: Mapping[int, list[str]]) -> None:
-    """Put an empty tensor in the place of a parameter that no node reads, under all its names."""
+def _parameter(module: fx.GraphModule, target: str) -> nn.Parameter | None:
     path, _, name = target.rpartition(".")
-    parameter = module.get_submodule(path)._parameters.get(name)
-    names = names_of.get(id(parameter), [])
+    return module.get_submodule(path)._parameters.get(name)
+
+
+def _empty(module: fx.GraphModule, target: str, names_of: Mapping[int, list[str]]) -> None:
+    """Put an empty tensor in the place of a parameter that no node reads, under all names that it still has."""
+    parameter = _parameter(module, target)
+    names = [name for name in names_of.get(id(parameter), []) if _parameter(module, name) is parameter]
     if parameter is None or any(
         node.users for name in names for node in module.graph.find_nodes(op="get_attr", target=name)
     ):

@@ -23,6 +23,7 @@ from .activations import activation_opset, build_activation, has_nodes
 from .builder import NodeBuilder, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
+from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
 from .weights import build_weight, permuted, weight_opset
 
@@ -41,7 +42,7 @@ def export_onnx(
     opset: int | None = None,
     int4: Literal["qdq", "matmul_nbits"] = "qdq",
     unsigned_activations: bool = True,
-    integer_kernels: bool = True,
+    integer_kernels: bool | Literal["exact", "fused"] = True,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> Path:
@@ -62,9 +63,13 @@ def export_onnx(
             blocks of 16, 32, 64, 128 or 256 along the inputs.
         unsigned_activations: write int8 activations as uint8 with a zero point that is 128 higher. The values are the
             same; ONNX Runtime's kernels for x86 want them unsigned. False keeps them signed, as TensorRT wants them.
-        integer_kernels: let ONNX Runtime fuse layers between quantized activations into its integer kernels. They are
-            fast, but round biases, which puts about one code in a thousand of a layer's output beside that of the
-            prepared model. False keeps every operator in floating point, as slow as the float model and more exact.
+        integer_kernels: let ONNX Runtime multiply codes in layers between quantized activations. ``"fused"`` keeps
+            layers whole, as every reader of such files fuses them; that rounds biases, which puts about one code in
+            some thousands of a layer's output beside that of the prepared model. ``"exact"`` writes products whose
+            biases are added in floating point, convolutions as products over patches, and layers that this would slow
+            down in floating point. True chooses the exact form where most of the work stays in integers, and the fused
+            one elsewhere and with signed activations. False keeps every operator in floating point, as slow as the
+            float model.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
 
@@ -73,13 +78,16 @@ def export_onnx(
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
-        ValueError: ``opset`` is too small for the model, ``int4`` is unknown, or an activation has no ONNX form.
+        ValueError: ``opset`` is too small for the model, ``int4`` or ``integer_kernels`` is unknown, or an activation
+            has no ONNX form.
         ConversionError: torch's exporter cannot take the model.
         TypeError: ``example_inputs`` is no tuple.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     if int4 not in ("qdq", "matmul_nbits"):
         raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
+    if integer_kernels not in (True, False, "exact", "fused"):
+        raise ValueError(f"integer_kernels must be True, False, 'exact' or 'fused', got {integer_kernels!r}.")
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
     for module in ("onnx", "onnxscript", "onnx_ir"):
@@ -98,8 +106,7 @@ def export_onnx(
         output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
-    keep_apart = keep_misfits_apart if integer_kernels else keep_all_apart
-    keep_apart(program.model.graph)
+    _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":
@@ -153,6 +160,16 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         registration.setLevel(level)
+
+
+def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> None:
+    """Let ONNX Runtime see the operators that it shall run on codes, and no others."""
+    if not integer_kernels:
+        keep_all_apart(graph)
+        return
+    exact = integer_kernels == "exact" or (integer_kernels is True and unsigned and exact_forms_are_fast(graph))
+    use_exact_products(graph, overflowing_only=not exact)
+    keep_misfits_apart(graph)
 
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:

@@ -9,8 +9,7 @@ Its softmax on codes adds rounded exponentials, and is off by a code in one of e
 Between quantized activations it rounds weights that are floats, or that it can compute beforehand (palettes, FP4), to 8
 bits of its own choice. What is computed beforehand passes through a maximum, so there the activation gets one.
 
-The integer kernels round biases to whole multiples of the input's scale times the weight's, so that a sum close to a
-rounding bound may get the code beside it. Where that is too much, nothing at all is fused.
+The integer kernels round biases; see ``products``. Where no operator shall compute on codes, nothing at all is fused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 
 from bitwright.export.extras import require
 
-__all__ = ["keep_all_apart", "keep_misfits_apart"]
+__all__ = ["fits_integer_kernel", "keep_all_apart", "keep_apart", "keep_misfits_apart", "quantized_by"]
 
 
 def keep_all_apart(graph: Any) -> None:
@@ -45,6 +44,23 @@ def keep_misfits_apart(graph: Any) -> None:
     for node in list(graph):
         if node.op_type == "DequantizeLinear":
             _put_barrier(graph, node, [use for use in node.outputs[0].uses() if _misfit(node, use.node, use.idx)])
+
+
+def keep_apart(graph: Any, node: Any, user: Any) -> None:
+    """Put a barrier between a ``DequantizeLinear`` and one reader of it.
+
+    Args:
+        graph: an ``onnx_ir.Graph``; changed in place.
+        node: the ``DequantizeLinear``.
+        user: the reader.
+    """
+    _put_barrier(graph, node, [use for use in node.outputs[0].uses() if use.node is user])
+
+
+def quantized_by(value: Any) -> Any:
+    """Return the ``DequantizeLinear`` that a value comes from; None if it comes from something else."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
 def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
@@ -72,8 +88,7 @@ def _misfit_of_activation(user: Any, position: int) -> bool:
     """Whether there is no integer kernel for a reader of codes that gives the prepared model's result."""
     if user.op_type not in ("MatMul", "Gemm", "Conv") or position > 1:
         return user.op_type in ("Softmax", "ConvTranspose")
-    other = user.inputs[1 - position].producer()
-    return other is None or other.op_type != "DequantizeLinear"
+    return quantized_by(user.inputs[1 - position]) is None
 
 
 def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:
@@ -81,14 +96,18 @@ def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:
         return True  # the optimizer moves it in front of the weight
     if user.op_type not in ("MatMul", "Gemm", "Conv"):
         return False
-    other = user.inputs[0].producer()
-    if position != 1 or other is None or other.op_type != "DequantizeLinear":
+    if position != 1 or quantized_by(user.inputs[0]) is None:
         return bool(user.op_type != "Conv")
-    return not _fits_integer_kernel(weight, user)
+    return not fits_integer_kernel(weight, user)
 
 
-def _fits_integer_kernel(weight: Any, user: Any) -> bool:
-    """Whether 8-bit codes have one scale, or one for each output of the kernel."""
+def fits_integer_kernel(weight: Any, user: Any) -> bool:
+    """Whether an integer kernel takes a weight: 8-bit codes with one scale, or one for each output of the kernel.
+
+    Args:
+        weight: the ``DequantizeLinear`` of the weight.
+        user: the ``MatMul``, ``Gemm`` or ``Conv`` that reads it.
+    """
     codes, scale = weight.inputs[0], weight.inputs[1]
     if codes.dtype.bitwidth != 8 or "FLOAT" in codes.dtype.name or "block_size" in weight.attributes:
         return False

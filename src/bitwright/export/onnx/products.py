@@ -1,0 +1,247 @@
+"""Layers between quantized activations as integer products whose bias is added in floating point.
+
+ONNX Runtime's fused kernels (``QLinearConv``, ``QGemm``) hold a bias in 32-bit integers, in units of the input's scale
+times the weight's. A sum close to a rounding bound then gets the code beside that of the prepared model: one code in
+some thousands, but in a deep network every further layer sees more of them. Its ``MatMulIntegerToFloat`` has no bias.
+So a bias that is no whole number of those units is subtracted, negated, behind the product: an addition would be
+fused into it again. A convolution is written as the product it is, over patches of the codes with the channels last; a
+patch is put together from slices, which is quick where they are long. Other convolutions stay in floating point.
+
+Where a channel has next to no weights, its scale is so small that its bias overflows, and ONNX Runtime drops it; such
+layers never stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .builder import NodeBuilder, replace_value
+from .fusion import fits_integer_kernel, keep_apart, quantized_by
+
+__all__ = ["exact_forms_are_fast", "use_exact_products"]
+
+_SHORTEST_SLICE = 48
+"""Channels of a convolution below which its patches take longer to put together than the float convolution."""
+_END = (1 << 31) - 1
+_ON_GRID = 1e-3
+"""How far from a whole number of units a bias may be: the codes are then those of a sum in another order."""
+_LARGEST = 1 << 30
+"""How many units a bias may be: sums of codes have to fit into 32 bits with it."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A product of a quantized activation and a quantized weight.
+
+    Attributes:
+        node: the product.
+        x: the ``DequantizeLinear`` of the activation.
+        weight: the ``DequantizeLinear`` of the weight.
+        bias: values of the bias, one for each output.
+        result: the value that the bias has been added to.
+    """
+
+    node: Any
+    x: Any
+    weight: Any
+    bias: np.ndarray[Any, Any]
+    result: Any
+
+    @property
+    def codes(self) -> np.ndarray[Any, Any]:
+        """Codes of the weight."""
+        codes: np.ndarray[Any, Any] = self.weight.inputs[0].const_value.numpy()
+        return codes
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the product."""
+        return {name: attribute.value for name, attribute in self.node.attributes.items()}
+
+    @property
+    def bias_in_units(self) -> np.ndarray[Any, Any]:
+        """The bias as integer kernels count it."""
+        scale: np.ndarray[Any, Any] = self.weight.inputs[1].const_value.numpy()
+        units: np.ndarray[Any, Any] = self.x.inputs[1].const_value.numpy().astype(float) * scale
+        quotient: np.ndarray[Any, Any] = self.bias / units
+        return quotient
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the bias is too large for integer kernels."""
+        return bool((np.abs(self.bias_in_units) > _LARGEST).any())
+
+    @property
+    def rounds_bias(self) -> bool:
+        """Whether integer kernels would add another bias."""
+        units = self.bias_in_units
+        return self.overflows or bool((np.abs(units - np.rint(units)) > _ON_GRID).any())
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Whether the product with a bias in floating point is quicker than one in floating point alone."""
+        if self.node.op_type != "Conv":
+            return True
+        plain = self.attributes.get("group", 1) == 1 and self.attributes.get("auto_pad", "NOTSET") == "NOTSET"
+        channels, *kernel = self.codes.shape[1:]
+        return bool(plain and channels >= (_SHORTEST_SLICE if max(kernel) > 1 else 16))
+
+    @property
+    def multiplications(self) -> int:
+        """How many it takes, for a dimension of unknown length with a length of one."""
+        outputs = 1
+        if self.node.op_type == "Conv" and self.node.outputs[0].shape is not None:
+            for size in list(self.node.outputs[0].shape)[2:]:
+                outputs *= size if isinstance(size, int) else 1
+        return outputs * self.codes.size
+
+
+def exact_forms_are_fast(graph: Any) -> bool:
+    """Whether most of the multiplications in layers with rounded biases are in such as have a fast exact form.
+
+    Args:
+        graph: an ``onnx_ir.Graph``.
+    """
+    layers = _layers_with_rounded_biases(graph)
+    slow = sum(layer.multiplications for layer in layers if not layer.has_fast_form)
+    return 4 * slow <= sum(layer.multiplications for layer in layers)
+
+
+def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
+    """Take the biases that integer kernels would round out of their reach.
+
+    Args:
+        graph: an ``onnx_ir.Graph``; changed in place.
+        overflowing_only: leave those that they would but round.
+    """
+    layers = _layers_with_rounded_biases(graph)
+    for number, layer in enumerate(layer for layer in layers if layer.overflows or not overflowing_only):
+        build = NodeBuilder(graph, layer.node, f"{layer.weight.inputs[0].name}_exact", number)
+        if not layer.has_fast_form:
+            _keep_float(build, graph, layer)
+            continue
+        rows = _convolved(build, layer) if layer.node.op_type == "Conv" else _multiplied(build, layer)
+        rank = layer.codes.ndim
+        result = build("Sub", [rows, build.initializer(torch.from_numpy(-layer.bias), "negative_bias")])
+        if layer.node.op_type == "Conv":
+            result = build("Transpose", [result], {"perm": [0, rank - 1, *range(1, rank - 1)]})
+        replace_value(layer.result, result)
+    _drop_unread(graph)
+
+
+def _layers_with_rounded_biases(graph: Any) -> list[_Layer]:
+    found = (_layer(node) for node in graph if node.op_type in ("Gemm", "MatMul", "Conv"))
+    return [layer for layer in found if layer is not None and layer.rounds_bias]
+
+
+def _layer(node: Any) -> _Layer | None:
+    """A product that ONNX Runtime would run in an integer kernel with its bias; None for others."""
+    x, weight = quantized_by(node.inputs[0]), quantized_by(node.inputs[1])
+    if x is None or weight is None or x.inputs[0].const_value is not None or weight.inputs[0].const_value is None:
+        return None
+    if not fits_integer_kernel(weight, node):
+        return None
+    bias, result = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
+    if node.op_type == "MatMul":
+        bias, result = _added(node)
+    elif node.op_type == "Gemm" and not _is_plain(node):
+        return None
+    if bias is None or bias.const_value is None:
+        return None
+    return _Layer(node, x, weight, bias.const_value.numpy().reshape(-1), result)
+
+
+def _is_plain(gemm: Any) -> bool:
+    values = {name: attribute.value for name, attribute in gemm.attributes.items()}
+    return values.get("alpha", 1.0) == 1.0 and values.get("beta", 1.0) == 1.0 and not values.get("transA", 0)
+
+
+def _added(product: Any) -> tuple[Any, Any]:
+    """The constant vector that is added to a product right behind it, and the sum."""
+    readers = [use.node for use in product.outputs[0].uses()]
+    if len(readers) != 1 or readers[0].op_type != "Add":
+        return None, None
+    (other,) = [value for value in readers[0].inputs if value is not product.outputs[0]] or [None]
+    is_vector = other is not None and other.const_value is not None and len(other.const_value.shape) == 1
+    return (other, readers[0].outputs[0]) if is_vector else (None, None)
+
+
+def _multiplied(build: NodeBuilder, layer: _Layer) -> Any:
+    if layer.node.op_type == "MatMul":
+        return layer.node.outputs[0]
+    weight = layer.node.inputs[1]
+    if layer.attributes.get("transB", 0):
+        weight = _dequantized_matrix(build, layer, layer.codes.T)
+    return build("MatMul", [layer.node.inputs[0], weight], like=layer.node.outputs[0])
+
+
+def _dequantized_matrix(build: NodeBuilder, layer: _Layer, codes: np.ndarray[Any, Any]) -> Any:
+    """The weight as a matrix (inputs, outputs)."""
+    stored = build.initializer(torch.from_numpy(np.ascontiguousarray(codes)), "matrix")
+    axis = {"axis": 1} if len(layer.weight.inputs[1].shape) else {}
+    return build("DequantizeLinear", [stored, *layer.weight.inputs[1:]], axis)
+
+
+def _convolved(build: NodeBuilder, layer: _Layer) -> Any:
+    """The product over patches, channels last."""
+    rank = layer.codes.ndim - 2
+    axes = list(range(1, rank + 1))
+    codes = build("Transpose", [layer.x.inputs[0]], {"perm": [0, *(axis + 1 for axis in axes), 1]})
+    codes = _patches(build, layer, _padded(build, layer, codes, rank), axes)
+    x = build("DequantizeLinear", [codes, *layer.x.inputs[1:]])
+    matrix = np.moveaxis(layer.codes, (0, 1), (-1, -2)).reshape(-1, layer.codes.shape[0])
+    return build("MatMul", [x, _dequantized_matrix(build, layer, matrix)])
+
+
+def _padded(build: NodeBuilder, layer: _Layer, codes: Any, rank: int) -> Any:
+    pads = layer.attributes.get("pads", [0] * (2 * rank))
+    if not any(pads):
+        return codes
+    widths = build.initializer(torch.tensor([0, *pads[:rank], 0, 0, *pads[rank:], 0]), "pads")
+    return build("Pad", [codes, widths, layer.x.inputs[2]])
+
+
+def _patches(build: NodeBuilder, layer: _Layer, codes: Any, axes: Sequence[int]) -> Any:
+    """What the kernel sees at each place, one position of it after the other."""
+    kernel = layer.codes.shape[2:]
+    strides = layer.attributes.get("strides", [1] * len(axes))
+    dilations = layer.attributes.get("dilations", [1] * len(axes))
+    parts = []
+    for position in np.ndindex(*kernel):
+        starts = [place * dilation for place, dilation in zip(position, dilations, strict=True)]
+        behind = [(size - 1) * step - start for size, step, start in zip(kernel, dilations, starts, strict=True)]
+        limits = {"starts": starts, "ends": [-rest if rest else _END for rest in behind], "axes": axes}
+        label = "_".join(map(str, position))
+        inputs = [build.initializer(torch.tensor(values), f"{name}_{label}") for name, values in limits.items()]
+        parts.append(build("Slice", [codes, *inputs, build.initializer(torch.tensor(strides), "strides")]))
+    if len(parts) == 1:
+        return parts[0] if any(stride > 1 for stride in strides) else codes
+    return build("Concat", parts, {"axis": len(axes) + 1})
+
+
+def _keep_float(build: NodeBuilder, graph: Any, layer: _Layer) -> None:
+    """Multiply in floating point, with a weight that ONNX Runtime can dequantize once and for all."""
+    codes, scale, *points = layer.weight.inputs
+    shape = [-1] + [1] * (layer.codes.ndim - 1)
+    weight = build("Cast", [codes], {"to": 1})
+    if points and points[0] is not None:
+        zeros = points[0].const_value.numpy().astype(np.float32).reshape(shape)
+        weight = build("Sub", [weight, build.initializer(torch.from_numpy(zeros), "float_zero_point")])
+    factors = scale.const_value.numpy().reshape(shape)
+    weight = build("Mul", [weight, build.initializer(torch.from_numpy(factors), "float_scale")])
+    layer.node.replace_input_with(1, weight)
+    keep_apart(graph, layer.x, layer.node)
+
+
+def _drop_unread(graph: Any) -> None:
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value in graph.outputs for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in graph.outputs:
+            del graph.initializers[name]

@@ -1,0 +1,156 @@
+"""Which kernels ONNX Runtime runs exported files on, and that none of them computes something else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import onnx
+import onnxruntime
+
+from bitwright.export.onnx import export_onnx, run_onnx
+from bitwright.quantization import QuantizationSpec
+from bitwright.quantization.spec import PerChannelGranularity
+from tests.measures import sqnr
+
+from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
+
+ENOUGH_DB = 60
+
+
+def _exported(ready, x, tmp_path, **options):
+    return export_onnx(ready, (x,), tmp_path / "model.onnx", **options)
+
+
+def _quick(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+def _kinds_at_run_time(path):
+    """Operators that ONNX Runtime makes of a file."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(path.with_name("optimized.onnx"))
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(path.with_name("optimized.onnx")).graph.node]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_int8_models_run_on_integer_kernels(mode, tmp_path):
+    """ONNX Runtime finds its integer convolutions and products in the file, not only dequantized float ones."""
+    model, x = built(ConvNet)
+    _, ready = prepared(model, x, W8, QuantizationSpec(), mode)
+    kinds = _kinds_at_run_time(_exported(ready, x, tmp_path))
+    assert kinds.count("QLinearConv") == 2
+    assert kinds.count("QGemm") + kinds.count("QLinearMatMul") == 2
+    assert "Conv" not in kinds
+
+
+class Wide(nn.Module):
+    """A convolution of many channels and linear layers, all with biases, for images of any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(48, 64, 3, stride=2, padding=1)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 32, bias=False)
+        for bias in (self.conv.bias, self.up.bias):
+            nn.init.normal_(bias)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(torch.relu(self.conv(x)).flatten(2).mT)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_wide_int8_layers_are_integer_products_that_do_not_round_biases(mode, tmp_path):
+    """Also for images of another size than the example."""
+    torch.manual_seed(0)
+    model, x = Wide().eval(), torch.randn(2, 48, 10, 10)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    shapes = ({0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO},)
+    path = _exported(ready, x, tmp_path, dynamic_shapes=None if mode == "graph" else shapes)
+    kinds = _kinds_at_run_time(path)
+    assert kinds.count("MatMulIntegerToFloat") == 2
+    assert not {"QLinearConv", "QGemm", "Conv", "Gemm", "MatMul"} & set(kinds)
+    for inputs in (x,) if mode == "graph" else (x, torch.randn(1, 48, 7, 12)):
+        assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
+
+
+def test_layers_stay_whole_for_other_readers(tmp_path):
+    """With signed activations, and on request, convolutions and their biases are left as they are."""
+    torch.manual_seed(0)
+    model, x = Wide().eval(), torch.randn(2, 48, 10, 10)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    for options in ({"unsigned_activations": False}, {"integer_kernels": "fused"}):
+        kinds = {node.op_type for node in onnx.load(_exported(ready, x, tmp_path, **options)).graph.node}
+        assert "Conv" in kinds
+        assert not {"Sub", "Slice"} & kinds
+    with pytest.raises(ValueError, match="integer_kernels must be True, False, 'exact' or 'fused', got 'fast'"):
+        _exported(ready, x, tmp_path, integer_kernels="fast")
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3), nn.Linear(8, 8)])
+@pytest.mark.parametrize("kernels", [True, "fused"])
+def test_biases_of_channels_without_weights_are_kept(layer, kernels, tmp_path):
+    """A scale next to nothing makes such a bias too large for 32 bits, and ONNX Runtime counts it as zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(layer), nn.ReLU()).eval()
+    with torch.no_grad():
+        model[0].weight[2], model[0].bias[2] = 0, 60.0
+    x = torch.randn(4, 8, 6, 6) if isinstance(layer, nn.Conv2d) else torch.randn(20, 8)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    found = run_onnx(_exported(ready, x, tmp_path, integer_kernels=kernels), (x,))[0]
+    assert torch.equal(ready(x).select(1, 2), found.select(1, 2))
+
+
+def test_signed_activations_on_request(tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8, QuantizationSpec())
+    path = _exported(ready, x, tmp_path, unsigned_activations=False)
+    types = {i.name: i.data_type for i in onnx.load(path).graph.initializer if "zero_point" in i.name}
+    assert set(types.values()) == {onnx.TensorProto.INT8}
+    assert sqnr(ready(x), run_onnx(path, (x,), optimize=False)[0]) > ENOUGH_DB
+
+
+APART = {
+    "blocks": (Mlp, spec_of("int8", blocks(16)), None),
+    "int4 blocks": (Mlp, spec_of("int4", blocks(32)), None),
+    "8-bit rows": (Mlp, spec_of("uint8"), None),
+    "blocks beside activations": (Mlp, spec_of("int8", blocks(16)), QuantizationSpec(dtype="uint8")),
+    "inputs beside activations": (Mlp, spec_of("int8", PerChannelGranularity(axis=1)), QuantizationSpec()),
+    "int4 beside activations": (Mlp, spec_of("int4"), QuantizationSpec()),
+    "zero points of channels": (ConvNet, spec_of("int8", qscheme="asymmetric"), QuantizationSpec()),
+}
+
+
+@pytest.mark.parametrize("name", _quick(APART, ["int4 blocks", "blocks beside activations", "zero points of channels"]))
+def test_weights_are_kept_from_kernels_that_round_or_refuse_them(name, tmp_path):
+    """A default session neither rounds the activations of float products to 8 bits nor fails on fused ones."""
+    kind, weight, activation = APART[name]
+    model, x = built(kind)
+    _, ready = prepared(model, x, weight, activation)
+    path = _exported(ready, x, tmp_path)
+    found = run_onnx(path, (x,))[0]
+    if activation is None:
+        assert sqnr(ready(x), found) > 120
+    else:
+        assert sqnr(run_onnx(path, (x,), optimize=False)[0], found) > 35
+
+
+@pytest.mark.parametrize("kind", [ConvNet, Deconv, Mlp])
+@pytest.mark.parametrize("weights", ["palette", "float", "fp4"])
+def test_weights_that_are_no_integers_stay_as_they_are_between_quantized_activations(kind, weights, tmp_path):
+    """A default session rounds such weights to 8 bits of its own choice where it finds the chance."""
+    model, x = built(kind)
+    if weights == "palette":
+        model = palettized(model, x, n_bits=4)[0].finalize(backend="_torch")
+    blocks_of_32 = spec_of("float4_e2m1fn", blocks(32), scale_dtype="float8_e8m0fnu")
+    _, ready = prepared(model, x, blocks_of_32 if weights == "fp4" and kind is Mlp else None, QuantizationSpec())
+    for options in ({}, {"integer_kernels": False}):
+        assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path, **options), (x,))[0]) > ENOUGH_DB
