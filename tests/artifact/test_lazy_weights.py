@@ -144,6 +144,62 @@ def test_large_layers_are_decoded_in_parts(name, bias, monkeypatch):
         assert sqnr(prepared(x), packed(x)) > 130
 
 
+class RowPerInput(nn.Module):
+    """A layer as GPT-2 has it: the weight has a row for each input."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1000, 256))
+        self.bias = nn.Parameter(torch.randn(256)) if bias else None
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        y = torch.mm(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_with_a_row_for_each_input_are_decoded_in_parts(name, bias, monkeypatch):
+    """Down to a single vector; sums are added in another order."""
+    torch.manual_seed(0)
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": TILED[name]})
+    config = QuantizerConfig(global_config=None, module_type_configs={RowPerInput: module}, execution_mode="eager")
+    prepared = Quantizer(RowPerInput(bias).eval(), config).prepare((torch.randn(1, 1000),))
+    packed = packed_copy(prepared)
+    monkeypatch.setattr(LazyWeight, "decoded", lambda self: pytest.fail("decoded at once"))
+    for x in (torch.randn(1, 1000), torch.randn(2, 17, 1000), torch.randn(1000, MANY_VECTORS).t()):
+        assert sqnr(prepared(x), packed(x)) > 110
+
+
+@torch.no_grad()
+def test_products_that_mean_more_are_computed_with_the_decoded_weight():
+    """Factors, results in memory that is there, matrices of biases, few digits and derivatives."""
+    dense, packed = _row_per_input()
+    x, matrix = torch.randn(3, 1000), torch.randn(3, 256)
+    for call in (
+        lambda w: torch.addmm(matrix, x, w),
+        lambda w: torch.addmm(matrix[0], x, w, beta=2, alpha=3),
+        lambda w: torch.mm(x, w, out=torch.empty(3, 256)),
+        lambda w: torch.mm(x.bfloat16(), w.bfloat16()),
+    ):
+        assert torch.equal(call(dense), call(packed))
+    with torch.enable_grad():
+        wanted = x.clone().requires_grad_()
+        torch.mm(wanted, packed).sum().backward()
+    assert torch.equal(wanted.grad, (torch.ones(3, 256) @ dense.t()))
+
+
+def _row_per_input():
+    """A weight, dense and packed."""
+    torch.manual_seed(0)
+    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": TILED["blocks"]})
+    config = QuantizerConfig(global_config=None, module_type_configs={RowPerInput: module}, execution_mode="eager")
+    prepared = Quantizer(RowPerInput(False).eval(), config).prepare((torch.randn(1, 1000),))
+    return prepared.weight.detach(), packed_copy(prepared).weight
+
+
 def test_biases_that_want_gradients_get_them():
     """Decoding in parts writes into memory that autograd cannot follow."""
     dense, packed = _layer()

@@ -2,7 +2,8 @@
 
 Linear layers that are given few vectors, as when a language model writes token after token, are bound by the bytes of
 their weights; they multiply with the codes. With more vectors, large ones decode a part after the other, which stays in
-a cache until it was multiplied with. Embeddings decode the rows that are looked up. All else sees the decoded tensor.
+a cache until it was multiplied with; so do products with weights that have a row for each input. Embeddings decode the
+rows that are looked up. All else sees the decoded tensor.
 """
 
 from __future__ import annotations
@@ -95,21 +96,43 @@ def _plain(values: Any) -> Any:
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     """The layer, None where it is better computed with the decoded weight."""
-    if type(weight) is not LazyWeight or type(x) is not torch.Tensor or len(weight.shape) != 2:
+    if type(weight) is not LazyWeight or len(weight.shape) != 2 or not _fits(x, weight, weight.matrix.shape[1]):
         return None
     rows, length = weight.matrix.shape
-    fits = x.dtype == weight.dtype and x.is_cpu and x.shape[-1:] == (length,)
     vectors = x.numel() // length
-    if not fits or not vectors or rows * length < SMALL_WEIGHT:
-        return None
-    if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled("cpu") or _is_dual(x):
-        return None
     if vectors <= FEW_VECTORS and x.dtype == torch.float32:
         y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
         return y if bias is None else y + bias
     if vectors > MANY_VECTORS or rows <= TILE_ROWS or not _is_plain_bias(bias, x, rows):
         return None
     return weight.matrix.linear(x.detach().reshape(vectors, length), bias).view(*x.shape[:-1], rows)
+
+
+def _addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor | None:
+    """``bias + x @ weight``, as layers write it whose weights have a row for each input; None as for a linear layer.
+
+    Parts of the sums are rounded before they are added, so numbers of fewer digits than float32 have to be decoded.
+    """
+    if type(weight) is not LazyWeight or len(weight.shape) != 2 or not _fits(x, weight, weight.matrix.shape[0]):
+        return None
+    rows, length = weight.matrix.shape
+    plain = beta == 1 and alpha == 1 and out is None and x.ndim == 2 and x.dtype == torch.float32
+    if not plain or x.shape[0] > MANY_VECTORS or rows <= TILE_ROWS or not _is_plain_bias(bias, x, length):
+        return None
+    return weight.matrix.times(x.detach(), bias)
+
+
+def _mm(x: Any, weight: Any, *, out: Any = None) -> torch.Tensor | None:
+    return _addmm(None, x, weight, out=out)
+
+
+def _fits(x: Any, weight: LazyWeight, inputs: int) -> bool:
+    """Whether a product with a weight may be computed part by part: it is large, and nothing wants a gradient."""
+    if type(x) is not torch.Tensor or x.dtype != weight.dtype or not x.is_cpu or x.shape[-1:] != (inputs,):
+        return False
+    if not x.numel() or weight.numel() < SMALL_WEIGHT:
+        return False
+    return not ((torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled("cpu") or _is_dual(x))
 
 
 def _is_plain_bias(bias: Any, x: torch.Tensor, rows: int) -> bool:
@@ -156,6 +179,9 @@ def _aten_embedding(weight: Any, ids: Any, *args: Any, **kwargs: Any) -> torch.T
 _SPECIAL: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
     F.linear: _linear,
     torch.ops.aten.linear.default: _linear,
+    torch.addmm: _addmm,
+    torch.ops.aten.addmm.default: _addmm,
+    torch.mm: _mm,
     F.embedding: _embedding,
     torch.embedding: _aten_embedding,
     torch.ops.aten.embedding.default: _aten_embedding,

@@ -100,6 +100,30 @@ class PackedMatrix:
                 torch.addmm(bias[begin:end], x, weight.t(), out=target)
         return out
 
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x @ weight + bias`` with ``TILE_ROWS`` rows of the weight decoded at a time.
+
+        A part of the rows gives a part of every sum, so sums are added in another order than torch's.
+
+        Args:
+            x: shape (vectors, rows), of a dtype that ``decode`` knows, without gradient like the bias.
+            bias: shape (length,), of the dtype of ``x``, or None.
+
+        Returns:
+            Shape (vectors, length), the dtype of ``x``.
+        """
+        from .cpu.threads import thread_count
+
+        length = self.shape[1]
+        out = torch.zeros(x.shape[0], length, dtype=x.dtype) if bias is None else bias.repeat(x.shape[0], 1)
+        tiles = list(self._tiles(TILE_ROWS * thread_count()))
+        buffer = torch.empty(max(end - begin for begin, end in tiles), length, dtype=x.dtype)
+        for begin, end in tiles:
+            weight = buffer[: end - begin]
+            self._decode_into(weight, begin)
+            out.addmm_(x[:, begin:end], weight)
+        return out
+
     def _tiles(self, most: int) -> Iterator[tuple[int, int]]:
         """First row and end of parts of the matrix, which hold whole blocks or lie in one block."""
         rows, size = self.shape[0], self.rows_in_block
