@@ -12,9 +12,15 @@ from torch import nn
 from bitwright import ExportBackend
 from bitwright.artifact import Artifact
 from bitwright.inspection import bits_per_weight
-from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
-from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerTensorGranularity
 
 INPUTS = (torch.randn(2, 64),)
 
@@ -39,6 +45,40 @@ def test_quantized_model_by_hand() -> None:
     assert result.total_bits == 15936
     assert result.total_weights == 2473
     assert result.per_module_map == pytest.approx({"0": 4.923076923, "1": 32.248062016, "2": 5.818181818})
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int4", 4), ("uint2", 2), ("int3", 3)])
+def test_zero_points_of_less_than_a_byte_count_their_bits(dtype: str, bits: int) -> None:
+    """One zero point takes the bits of a code, not the byte that a file pads it to."""
+    spec = QuantizationSpec(dtype=dtype, qscheme="asymmetric", granularity=PerTensorGranularity())
+    weights = ModuleQuantizerConfig(op_state_spec={"weight": spec}, op_input_spec=None, op_output_spec=None)
+    config = QuantizerConfig(global_config=weights, execution_mode="eager")
+    prepared = Quantizer(nn.Linear(64, 32, bias=False), config).prepare(INPUTS)
+    assert bits_per_weight(prepared).total_bits == 64 * 32 * bits + 32 + bits
+    assert -(-bits_per_weight(prepared).total_bits // 8) <= Artifact.from_model(prepared).nbytes
+
+
+def test_masks_and_tables_count_their_bits() -> None:
+    """27 entries: 27 bits of mask and 14 kept float32; 9 vectors of 3 entries with 2-bit indices and one table."""
+    pruned = MagnitudePruner(nn.Linear(9, 3, bias=False)).prepare((torch.randn(1, 9),))
+    kept = int(torch.count_nonzero(pruned.weight))
+    assert bits_per_weight(pruned).total_bits == 27 + kept * 32
+    spec = PalettizationSpec(n_bits=2, cluster_dim=3)
+    weights = ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}, enable_fast_kmeans_mode=False)
+    palettizer = KMeansPalettizer(nn.Linear(9, 3, bias=False), KMeansPalettizerConfig(global_config=weights))
+    assert bits_per_weight(palettizer.prepare((torch.randn(1, 9),))).total_bits == 9 * 2 + 4 * 3 * 32
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_buffers_that_are_not_persistent_count(prepare: bool) -> None:
+    """A table of positions, say, is part of the model; the mark of a prepared model is not."""
+    model = make()
+    plain = bits_per_weight(model)
+    model.register_buffer("positions", torch.zeros(100), persistent=False)
+    expected = plain.total_weights + 100
+    if prepare:
+        model = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(INPUTS)
+    assert bits_per_weight(model).total_weights == expected
 
 
 def _quantized() -> nn.Module:

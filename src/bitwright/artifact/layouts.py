@@ -109,12 +109,25 @@ class TensorLayout(_Schema):
         """Bytes of all parts."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
 
+    @property
+    def nbits(self) -> int:
+        """Bits of all parts, without those that fill up the last bytes of bit streams."""
+        return 8 * self.nbytes - sum(-count * bits % 8 for count, bits in self._streams())
+
+    def _streams(self) -> list[tuple[int, int]]:
+        """Return number of codes and bits of a code of every part that is a bit stream."""
+        return [] if self.kept is None else [(self.numel, 1)]
+
+    def _stored(self, shape: tuple[int, ...]) -> int:
+        """Return the number of codes where there is one for each element of ``shape``."""
+        return math.prod(shape) if self.kept is None else self.kept
+
     def _mask(self) -> dict[str, PartShape]:
         return {} if self.kept is None else {"mask": ((packed_size(self.numel, 1),), torch.uint8)}
 
     def _elements(self, shape: tuple[int, ...], bits: int, whole: torch.dtype) -> PartShape:
         """Shape and dtype of one code per element: ``whole`` for 8 bits, else a bit stream."""
-        count = math.prod(shape) if self.kept is None else self.kept
+        count = self._stored(shape)
         if bits == 8:
             return (shape if self.kept is None else (count,)), whole
         return (packed_size(count, bits),), torch.uint8
@@ -222,6 +235,11 @@ class QuantizedLayout(TensorLayout):
             parts["minval"] = counts, _DTYPES[self.scale_dtype]
         return parts | self._mask()
 
+    def _streams(self) -> list[tuple[int, int]]:
+        bits = self.number_format.bits
+        zero_points = [(math.prod(self.counts), bits)] if self.has_zero_points else []
+        return [(self._stored(self.shape), bits), *zero_points, *super()._streams()]
+
 
 class PalettizedLayout(TensorLayout):
     """Indices into look-up tables, one table for every group of elements.
@@ -291,6 +309,9 @@ class PalettizedLayout(TensorLayout):
         if self.channel_axis is not None:
             parts["channel_scale"] = (self.shape[self.channel_axis],), self.decoded_dtype
         return parts | self._mask()
+
+    def _streams(self) -> list[tuple[int, int]]:
+        return [(self._stored(self.index_shape), self.n_bits), *self.lut._streams(), *super()._streams()]
 
 
 Layout: TypeAlias = Annotated[DenseLayout | QuantizedLayout | PalettizedLayout, Field(discriminator="kind")]

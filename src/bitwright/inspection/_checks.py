@@ -92,9 +92,9 @@ def _findings_in(layer: LayerFidelity) -> Iterator[Finding]:
 def check_sizes(float_model: nn.Module, model: nn.Module, plan: Any = None) -> Iterator[Finding]:
     """BW106 and BW107: nothing compressed, or larger than it should be."""
     sizes = stored_sizes(model, strict=False)
-    before = sum(size.bits for size in stored_sizes(float_model)) // 8
-    packed = sum(size.bits for size in sizes if size.compressed) // 8
-    after = sum(size.bits for size in sizes) // 8
+    before = sum(size.nbytes for size in stored_sizes(float_model))
+    packed = sum(size.nbytes for size in sizes if size.compressed)
+    after = sum(size.nbytes for size in sizes)
     simulated = any(isinstance(module, CompressionSimulatorBase) for module in model.modules())
     if not packed and not simulated:
         yield Finding("BW106", "model", "no tensor is compressed; the configuration matched nothing that can be.")

@@ -15,6 +15,7 @@ from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compres
 from bitwright.artifact.from_graph import folded
 from bitwright.artifact.graph_sites import GraphSimulators, state_of
 from bitwright.artifact.sites import weight_sites
+from bitwright.base_model_compressor import _COREAI_OPT_PREPARED_ATTR
 from bitwright.config.spec import CompressionSimulatorBase
 
 __all__ = ["StoredSize", "is_compressed", "stored_sizes"]
@@ -30,13 +31,15 @@ class StoredSize:
     Attributes:
         name: dotted name in the float model.
         elements: number of elements.
-        bits: bits that it takes in packed form.
+        bits: bits that it takes in packed form, without padding to whole bytes.
+        nbytes: bytes that it takes in packed form.
         compressed: whether it is stored otherwise than as it was.
     """
 
     name: str
     elements: int
     bits: int
+    nbytes: int
     compressed: bool
 
     @property
@@ -51,7 +54,7 @@ def is_compressed(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules()) or any(True for _ in kept_layouts(model))
 
 
-def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
+def stored_sizes(model: nn.Module, strict: bool = True, *, carried: bool = False) -> list[StoredSize]:
     """Return the sizes of all parameters and persistent buffers of a model; what is shared counts once.
 
     The model may be plain, prepared by any compressor, loaded from an artifact, or finalized for any backend.
@@ -59,6 +62,7 @@ def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
     Args:
         model: the model.
         strict: raise for a weight that cannot be packed; else it counts as it is.
+        carried: buffers that are not persistent too, which a model carries but no file of its state holds.
 
     Raises:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
@@ -67,14 +71,14 @@ def stored_sizes(model: nn.Module, strict: bool = True) -> list[StoredSize]:
     found: dict[str, StoredSize] = {}
     hidden: set[str] = set()
     for name, layout in _layouts(model, strict):
-        found[name] = StoredSize(name, layout.numel, 8 * layout.nbytes, True)
+        found[name] = StoredSize(name, layout.numel, layout.nbits, layout.nbytes, True)
     for path, attribute, _ in kept_layouts(model):
         hidden |= _replaced_names(model, path, attribute)
-    seen = {id(tensor) for name, tensor in _plain_state(model) if name in found}
-    for name, tensor in _plain_state(model):
+    seen = {id(tensor) for name, tensor in _plain_state(model, carried) if name in found}
+    for name, tensor in _plain_state(model, carried):
         if name not in hidden and name not in found and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = StoredSize(name, tensor.numel(), 8 * tensor.element_size() * tensor.numel(), False)
+            found[name] = StoredSize(name, tensor.numel(), 8 * tensor.nbytes, tensor.nbytes, False)
     return list(found.values())
 
 
@@ -111,14 +115,15 @@ def _layout(tensor: torch.Tensor, simulators: Sequence[nn.Module], name: str, st
         return DenseTensor.from_tensor(tensor).layout
 
 
-def _plain_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers that belong to the float model and are not compressed."""
+def _plain_state(model: nn.Module, carried: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, ``carried`` or persistent, of the float model that are not compressed."""
     for path, module in _float_modules(model, ""):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield _join(path, name), parameter
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and not name.startswith(_COREML):
+            ours = name == _COREAI_OPT_PREPARED_ATTR or name.startswith(_COREML)
+            if buffer is not None and not ours and (carried or name not in module._non_persistent_buffers_set):
                 yield _join(path, name), buffer
 
 

@@ -16,9 +16,9 @@ class BitsPerWeightResult:
     """Packed size of a model, in bits per element.
 
     Attributes:
-        bpw: bits of all parameters and persistent buffers over the number of their elements.
+        bpw: bits of all parameters and buffers over the number of their elements.
         per_module_map: the same by path of the module that owns them.
-        total_bits: all bits; eight times the bytes of the packed artifact's tensors.
+        total_bits: all bits; what a packed artifact holds, apart from padding to whole bytes.
         total_weights: all elements.
     """
 
@@ -37,8 +37,9 @@ def bits_per_weight(model: nn.Module) -> BitsPerWeightResult:
     """Return how many bits each weight of a model takes on average when it is packed.
 
     Codes, scales, zero points, look-up tables and masks of compressed weights are counted as the packed artifact stores
-    them; every other parameter and persistent buffer at the size of its dtype. What several modules share counts once.
-    Parameters of activation quantizers do not count.
+    them, but without the bits that fill up the last byte of a tensor. Every other parameter, and every buffer whether
+    persistent or not, counts at the size of its dtype. What several modules share counts once. Parameters of activation
+    quantizers do not count.
 
     Args:
         model: a float model, one that a compressor prepared (eager or graph mode), one loaded from an artifact, or a
@@ -57,7 +58,7 @@ def bits_per_weight(model: nn.Module) -> BitsPerWeightResult:
         raise TypeError(f"bits_per_weight needs a torch.nn.Module, got {type(model).__name__}.")
     bits: dict[str, int] = {}
     elements: dict[str, int] = {}
-    for size in stored_sizes(model):
+    for size in stored_sizes(model, carried=True):
         bits[size.module] = bits.get(size.module, 0) + size.bits
         elements[size.module] = elements.get(size.module, 0) + size.elements
     total_bits, total = sum(bits.values()), sum(elements.values())

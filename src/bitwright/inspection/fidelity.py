@@ -190,7 +190,7 @@ class Survey:
 
     def report(self, before: list[StoredSize], after: list[StoredSize]) -> FidelityReport:
         """Return what was found."""
-        sizes = ({size.name: size.bits // 8 for size in before}, {size.name: size.bits // 8 for size in after})
+        sizes = ({size.name: size.nbytes for size in before}, {size.name: size.nbytes for size in after})
         named = [_under_all_names(entry, self.model) for entry in sizes]
         self.progress("weights")
         evidence: dict[str, Evidence] = {}

@@ -152,7 +152,7 @@ def sweep(
             clock.say(f"{name}: compressing")
             applied = apply_configs(model, [config], calibrating)
             probe = make_probe(model, applied.model, inputs_of(batches[0], model))
-            sizes = {size.name: size.bits // 8 for size in stored_sizes(applied.model)}
+            sizes = {size.name: size.nbytes for size in stored_sizes(applied.model)}
             sites = [site for site in probe.layers if site.can_substitute]
             clock.begin(len(sites))
             for site in sites:
