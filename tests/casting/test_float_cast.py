@@ -104,6 +104,19 @@ def test_dynamic_shapes_stay_dynamic() -> None:
     assert run(program, torch.randn(7, 3, 8, 8).half())[0].shape == (7, 5)
 
 
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+def test_a_weight_with_a_vanishing_entry_has_the_dtype_that_the_graph_claims(target: torch.dtype) -> None:
+    """Among many small entries one is below the smallest number of the format; it keeps its sign."""
+    layer = nn.Linear(8, 4)
+    with torch.no_grad():
+        layer.weight[0, :2] = torch.tensor([1e-42, -1e-42])
+    x = torch.randn(2, 8)
+    program = cast_fp32_to_fp16(export(layer, x), dtype=target)
+    assert program.state_dict["weight"].dtype == target
+    assert torch.equal(program.state_dict["weight"][0, :2].sign().float(), torch.tensor([1.0, -1.0]))
+    assert sqnr(layer(x), run(program, x.to(target))[0]) > FLOORS[target]
+
+
 def test_masks_keep_minus_infinity_and_finite_minimum() -> None:
     """-inf stays -inf; ``finfo.min`` becomes the smallest finite number, so that fully masked rows are uniform."""
 

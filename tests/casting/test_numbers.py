@@ -61,7 +61,9 @@ def test_tensors_are_narrowed_as_scalars_are(values: list[float]) -> None:
         kept = [v for v in values if fits_scalar(v, dtype)]
         tensor = torch.tensor(kept)
         before = tensor.clone()
-        assert narrow_tensor(tensor, dtype).double().tolist() == [narrow_scalar(v, dtype) for v in tensor.tolist()]
+        narrow = narrow_tensor(tensor, dtype)
+        assert narrow.dtype == dtype
+        assert narrow.double().tolist() == [narrow_scalar(v, dtype) for v in tensor.tolist()]
         assert torch.equal(tensor, before)
 
 

@@ -89,5 +89,5 @@ def narrow_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = saturated.to(dtype)
     vanished = (narrow == 0) & (values != 0)
     if bool(vanished.any()):
-        narrow = torch.where(vanished, torch.copysign(torch.full_like(narrow, smallest(dtype)), values), narrow)
+        narrow = torch.where(vanished, torch.copysign(torch.full_like(narrow, smallest(dtype)), narrow), narrow)
     return narrow
