@@ -12,6 +12,7 @@ from torch import nn
 
 from bitwright import ExportBackend
 from bitwright.errors import PlanError
+from bitwright.inspection import bits_per_weight
 from bitwright.palettization import KMeansPalettizer, PalettizationSpec
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import ConstantSparsitySchedule
@@ -226,3 +227,21 @@ def test_weights_after_activations(weights):
     assert first(*image()).isfinite().all()
     with pytest.raises(PlanError, match="already"):
         weights[-1](first).prepare(image())
+
+
+def test_tied_masks_in_a_graph_leave_no_dense_weight_behind():
+    """Core AI reads a sparse weight through a module of ops under one name; the other name holds nothing any more."""
+    pytest.importorskip("coreai_torch")
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False)).eval()
+    model[2].weight = model[0].weight
+    x = torch.randn(2, 16)
+    pruner = MagnitudePruner(model)
+    pruner.prepare((x,))
+    pruner.finalize(backend="_torch")
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="graph"))
+    ready = quantizer.prepare((x,))
+    expected, bits = ready(x), bits_per_weight(ready).total_bits
+    final = quantizer.finalize(backend="coreai")
+    assert torch.equal(final(x), expected)
+    assert bits_per_weight(final).total_bits == bits

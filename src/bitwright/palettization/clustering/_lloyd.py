@@ -17,13 +17,13 @@ _Floats = npt.NDArray[np.float64]
 _Real = npt.NDArray[np.floating]
 _Labels = npt.NDArray[np.uint8]
 
-_BLOCK = 256
+BLOCK = 256
 _HASH_SIZE = 1024
 
 
 @called
-def _turn(points: _Real, start: int, size: int, centre: _Floats, scale: float, block: _Real) -> None:
-    """Write ``scale · (points[start : start + size] - centre)`` into the columns of ``block [D, _BLOCK]``."""
+def turn_over(points: _Real, start: int, size: int, centre: _Floats, scale: float, block: _Real) -> None:
+    """Write ``scale · (points[start : start + size] - centre)`` into the columns of ``block [D, BLOCK]``."""
     for d in range(points.shape[1]):
         for i in range(size):
             block[d, i] = (points[start + i, d] - centre[d]) * scale
@@ -33,7 +33,7 @@ def _turn(points: _Real, start: int, size: int, centre: _Floats, scale: float, b
 def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt.NDArray[np.int32]) -> None:
     """Squared distance to, and index of, the nearest centroid of each column; the lower index on a tie."""
     dims = block.shape[0]
-    far = np.empty(_BLOCK, block.dtype)
+    far = np.empty(BLOCK, block.dtype)
     for i in range(size):
         best[i] = np.inf
         labels[i] = 0
@@ -64,12 +64,12 @@ def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt
 def label_vectors(points: _Real, scale: float, centroids: _Real, labels: _Labels) -> None:
     """Index of the nearest row of ``centroids [K, D]`` to ``scale · points [N, D]``, in the centroids' dtype."""
     centre = np.zeros(points.shape[1])
-    block = np.empty((points.shape[1], _BLOCK), centroids.dtype)
-    best = np.empty(_BLOCK, centroids.dtype)
-    nearest = np.empty(_BLOCK, np.int32)
-    for start in range(0, points.shape[0], _BLOCK):
-        size = min(_BLOCK, points.shape[0] - start)
-        _turn(points, start, size, centre, scale, block)
+    block = np.empty((points.shape[1], BLOCK), centroids.dtype)
+    best = np.empty(BLOCK, centroids.dtype)
+    nearest = np.empty(BLOCK, np.int32)
+    for start in range(0, points.shape[0], BLOCK):
+        size = min(BLOCK, points.shape[0] - start)
+        turn_over(points, start, size, centre, scale, block)
         _compare(block, size, centroids, best, nearest)
         for i in range(size):
             labels[start + i] = nearest[i]
@@ -100,15 +100,15 @@ def gather_step(
         the squared error, and the largest weighted squared distance with its point's index.
     """
     dims = points.shape[1]
-    block = np.empty((dims, _BLOCK), centroids.dtype)
-    best = np.empty(_BLOCK, centroids.dtype)
-    nearest = np.empty(_BLOCK, np.int32)
+    block = np.empty((dims, BLOCK), centroids.dtype)
+    best = np.empty(BLOCK, centroids.dtype)
+    nearest = np.empty(BLOCK, np.int32)
     error = 0.0
     worst = -1.0
     place = 0
-    for start in range(0, points.shape[0], _BLOCK):
-        size = min(_BLOCK, points.shape[0] - start)
-        _turn(points, start, size, centre, scale, block)
+    for start in range(0, points.shape[0], BLOCK):
+        size = min(BLOCK, points.shape[0] - start)
+        turn_over(points, start, size, centre, scale, block)
         _compare(block, size, centroids, best, nearest)
         for i in range(size):
             weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
@@ -138,7 +138,7 @@ def error_of_vectors(points: _Real, weights: _Real, labels: _Labels, centroids: 
 
 
 @called
-def _draw(state: npt.NDArray[np.uint64]) -> float:
+def draw(state: npt.NDArray[np.uint64]) -> float:
     """The next uniform number in [0, 1) of a SplitMix64 stream."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     bits = state[0]
@@ -151,7 +151,7 @@ def _draw(state: npt.NDArray[np.uint64]) -> float:
 @called
 def _pick(chances: _Real, total: float, state: npt.NDArray[np.uint64]) -> int:
     """An index with probability ``chances[i] / total``."""
-    left = _draw(state) * total
+    left = draw(state) * total
     last = 0
     for i in range(chances.size):
         if chances[i] > 0.0:
@@ -236,139 +236,6 @@ def run_lloyd(
             break
         before = error
     return error
-
-
-@called
-def _stakes(
-    points: npt.NDArray[np.float32], weights: _Real, centroids: npt.NDArray[np.float32]
-) -> tuple[_Floats, _Floats]:
-    """What each centroid leaves as error ``[K]``, and by how much the error would rise without it ``[K]``."""
-    n_clusters, dims = centroids.shape
-    errors = np.zeros(n_clusters)
-    losses = np.zeros(n_clusters)
-    block = np.empty((dims, _BLOCK), np.float32)
-    best = np.empty(_BLOCK, np.float32)
-    second = np.empty(_BLOCK, np.float32)
-    far = np.empty(_BLOCK, np.float32)
-    nearest = np.empty(_BLOCK, np.int32)
-    centre = np.zeros(dims)
-    for start in range(0, points.shape[0], _BLOCK):
-        size = min(_BLOCK, points.shape[0] - start)
-        _turn(points, start, size, centre, 1.0, block)
-        for i in range(size):
-            best[i] = np.inf
-            second[i] = np.inf
-        for k in range(n_clusters):
-            for i in range(size):
-                far[i] = np.float32(0.0)
-            for d in range(dims):
-                here = centroids[k, d]
-                for i in range(size):
-                    off = block[d, i] - here
-                    far[i] += off * off
-            for i in range(size):
-                nearer = far[i] < best[i]
-                second[i] = best[i] if nearer else min(second[i], far[i])
-                nearest[i] = k if nearer else nearest[i]
-                best[i] = far[i] if nearer else best[i]
-        for i in range(size):
-            weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
-            errors[nearest[i]] += weight * best[i]
-            losses[nearest[i]] += weight * (second[i] - best[i])
-    return errors, losses
-
-
-@called
-def _ascending(entries: _Floats) -> npt.NDArray[np.int64]:
-    """Places of a few entries in ascending order, equal ones by place."""
-    order = np.empty(entries.size, np.int64)
-    for i in range(entries.size):
-        at = i
-        while at > 0 and entries[order[at - 1]] > entries[i]:
-            order[at] = order[at - 1]
-            at -= 1
-        order[at] = i
-    return order
-
-
-@called
-def _expendable(centroids: npt.NDArray[np.float32], losses: _Floats, count: int) -> npt.NDArray[np.bool_]:
-    """Which ``count`` centroids to drop: those of least loss, but no two that stand in for each other."""
-    order = _ascending(losses)
-    dropped = np.zeros(order.size, np.bool_)
-    kept = np.zeros(order.size, np.bool_)
-    left = count
-    n_kept = 0
-    for k in order:
-        if left == 0 or kept[k]:
-            continue
-        dropped[k] = True
-        left -= 1
-        nearest = -1
-        least = np.inf
-        for other in range(order.size):
-            far = 0.0
-            for d in range(centroids.shape[1]):
-                far += (centroids[k, d] - centroids[other, d]) ** 2
-            if far < least and not dropped[other]:
-                least = far
-                nearest = other
-        if n_kept < order.size - count and not kept[nearest]:
-            kept[nearest] = True
-            n_kept += 1
-    for k in order:
-        if left > 0 and not dropped[k]:
-            dropped[k] = True
-            left -= 1
-    return dropped
-
-
-@compiled
-def breathe(
-    points: npt.NDArray[np.float32],
-    weights: _Real,
-    centroids: npt.NDArray[np.float32],
-    error: float,
-    breath: int,
-    steps: int,
-    state: npt.NDArray[np.uint64],
-) -> tuple[npt.NDArray[np.float32], float]:
-    """Leave a local optimum of Lloyd's algorithm (breathing k-means, Fritzke 2020, arXiv 2006.15666).
-
-    ``breath`` centroids are added where the error is largest, Lloyd's algorithm runs, the ones least missed are
-    dropped, and it runs again; what does not lower the error is undone and ``breath`` halved.
-
-    Returns:
-        centroids of the same shape and their squared error.
-    """
-    n_clusters, dims = centroids.shape
-    spread = 0.01 * math.sqrt(error / points.size)
-    while breath > 0:
-        errors, _ = _stakes(points, weights, centroids)
-        worst = _ascending(-errors)
-        grown = np.empty((n_clusters + breath, dims), np.float32)
-        for k in range(n_clusters + breath):
-            added = k >= n_clusters
-            source = worst[k - n_clusters] if added else k
-            for d in range(dims):
-                away = spread * (2.0 * _draw(state) - 1.0) if added else 0.0
-                grown[k, d] = centroids[source, d] + away
-        run_lloyd(points, weights, grown, steps, 1e-3)
-        _, losses = _stakes(points, weights, grown)
-        dropped = _expendable(grown, losses, breath)
-        trial = np.empty((n_clusters, dims), np.float32)
-        place = 0
-        for k in range(n_clusters + breath):
-            if not dropped[k]:
-                for d in range(dims):
-                    trial[place, d] = grown[k, d]
-                place += 1
-        found = run_lloyd(points, weights, trial, steps, 1e-3)
-        if found < error * (1.0 - 1e-3):
-            centroids, error = trial, found
-        else:
-            breath //= 2
-    return centroids, error
 
 
 @compiled

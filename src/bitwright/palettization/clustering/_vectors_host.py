@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bitwright.palettization.clustering import _lloyd
+from bitwright.palettization.clustering import _breathing, _lloyd
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, Sweep, as_numpy, in_turn, slices_of
 from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering._vector_labels import label_groups, vector_errors
@@ -91,7 +91,7 @@ def _chain(
         if found < error:
             best, error = centroids, found
     breath = max(n_clusters // 8, min(n_clusters // 2, 8))
-    best, error = _lloyd.breathe(points, weights, best, error, breath, _BREATH, state)
+    best, error = _breathing.breathe(points, weights, best, error, breath, _BREATH, state)
     if size < length and length <= _MANY:
         masses, sums = np.zeros(n_clusters), np.zeros(best.shape)
         error, _, _ = _lloyd.gather_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from bitwright._utils.weight_simulators import SimulatorPlace, simulator_places, unique_simulators
+from bitwright._utils.weight_simulators import simulator_places
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
 from bitwright.common import CompressionType, ExportBackend
@@ -25,6 +25,14 @@ from bitwright.planning.ops import AxisConflictError, default_weight_axes
 from bitwright.planning.palettized import PalettizationTechnique
 from bitwright.planning.stacking import kinds_on
 
+from ._palettized_places import (
+    PalettizedPlace,
+    dense_weights,
+    gradients_of,
+    palettized_places,
+    settle_all,
+    switch,
+)
 from .kmeans_fake_palettize import _KMeansFakePalettize
 from .sensitivity import CalibrationHelper, load_sensitivities, save_sensitivities
 from .supported_ops_registry import _KMeansPalettizerSupportedOpsRegistry
@@ -33,7 +41,6 @@ __all__ = ["KMeansPalettizer"]
 
 _logger = logging.getLogger(__name__)
 
-_Place = SimulatorPlace[_KMeansFakePalettize]
 _STATE_VERSION = 1
 _SKIPPED = frozenset({"group-size", "cluster-dim"})
 
@@ -137,7 +144,7 @@ class KMeansPalettizer(WeightCompressor):
     def _initialise(self, inserted: InsertedSimulators) -> None:
         if self._given is not None:
             self._set_sensitivities(self._given, self._model)
-        _cluster(_places(self._model), self._num_workers)
+        settle_all(palettized_places(self._model), self._num_workers)
 
     def _schedules_by_weight(self) -> dict[str, PATSchedule]:
         """Return the schedule of each palettized weight that has one, by the weight's name."""
@@ -176,9 +183,9 @@ class KMeansPalettizer(WeightCompressor):
             ValueError: gradients were not finite.
         """
         target = self._target(model, "entering calibration mode")
-        places = _places(target)
-        with self._mode(target, _Lifecycle.CALIBRATING), _dense_weights(places), torch.enable_grad():
-            with _gradients_of(target, places) as parameters:
+        places = palettized_places(target)
+        with self._mode(target, _Lifecycle.CALIBRATING), dense_weights(places), torch.enable_grad():
+            with gradients_of(target, places) as parameters:
                 helper = CalibrationHelper(parameters, loss_fn)
                 yield helper
             helper.statistics.all_reduce(parameters)
@@ -192,12 +199,14 @@ class KMeansPalettizer(WeightCompressor):
                 save_sensitivities(sensitivities, Path(sensitivity_path))
             self._recluster(sensitivities, target, places)
 
-    def _recluster(self, sensitivities: Mapping[str, torch.Tensor], target: nn.Module, places: list[_Place]) -> None:
+    def _recluster(
+        self, sensitivities: Mapping[str, torch.Tensor], target: nn.Module, places: list[PalettizedPlace]
+    ) -> None:
         """Cluster with sensitivities; on an error all palettes are as before."""
         before = [place.simulator.snapshot() for place in places]
         try:
             self._set_sensitivities(sensitivities, target)
-            _cluster(places, self._num_workers)
+            settle_all(places, self._num_workers)
         except BaseException:
             for place, snapshot in zip(places, before, strict=True):
                 place.simulator.restore(snapshot)
@@ -217,7 +226,7 @@ class KMeansPalettizer(WeightCompressor):
                 )
             found[id(place.simulator)] = entry
         missing = []
-        for place in _places(model):
+        for place in palettized_places(model):
             entry = found.get(id(place.simulator))
             if entry is None:
                 missing.append(place.name)
@@ -243,7 +252,7 @@ class KMeansPalettizer(WeightCompressor):
         target = self._target(None, "save_sensitivities()")
         known = {
             place.parameter_name: place.simulator.sensitivities
-            for place in _places(target)
+            for place in palettized_places(target)
             if place.simulator.sensitivities is not None
         }
         if not known:
@@ -290,7 +299,7 @@ class KMeansPalettizer(WeightCompressor):
             RuntimeError: the model is not prepared.
         """
         target = self._target(None, "state_dict()")
-        outdated = [place.parameter_name for place in _places(target) if place.simulator.is_outdated]
+        outdated = [place.parameter_name for place in palettized_places(target) if place.simulator.is_outdated]
         return {"version": _STATE_VERSION, "step_count": self._step_count, "outdated": outdated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,7 +319,7 @@ class KMeansPalettizer(WeightCompressor):
                 f"This is no state of a KMeansPalettizer (version {_STATE_VERSION}): it has {sorted(state)}, version "
                 f"{state.get('version')!r}. Pass what KMeansPalettizer.state_dict() returned."
             )
-        simulators = {place.parameter_name: place.simulator for place in _places(target)}
+        simulators = {place.parameter_name: place.simulator for place in palettized_places(target)}
         unknown = sorted(set(state["outdated"]) - simulators.keys())
         if unknown:
             raise ValueError(f"The state does not belong to this model, which has no palettes for {unknown}.")
@@ -321,19 +330,19 @@ class KMeansPalettizer(WeightCompressor):
     def _apply_schedules(self) -> None:
         assert self._active is not None
         names = {id(p.simulator): p.name for p in simulator_places(self._active, _KMeansFakePalettize)}
-        for place in _places(self._active):
+        for place in palettized_places(self._active):
             schedule = self._schedules.get(names[id(place.simulator)], self._schedules.get(place.name))
             if schedule is not None:
-                _switch(place.simulator, schedule._compute_state(self._step_count))
+                switch(place.simulator, schedule._compute_state(self._step_count))
 
     def _settle(self, target: nn.Module) -> None:
         """Switch palettization on everywhere, and bring palettes and indices up to date."""
-        places = _places(target)
+        places = palettized_places(target)
         for place in places:
-            _switch(place.simulator, True)
+            switch(place.simulator, True)
         unsettled = [place for place in places if not place.simulator.is_settled]
         if unsettled:
-            _cluster(unsettled, self._num_workers)
+            settle_all(unsettled, self._num_workers)
 
     def finalize(
         self,
@@ -347,59 +356,3 @@ class KMeansPalettizer(WeightCompressor):
         if self._lifecycle is _Lifecycle.IDLE:
             self._settle(self._target(model, "finalize()"))
         return super().finalize(model, backend, *args, mmap_dir=mmap_dir, **kwargs)
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    return unique_simulators(model, _KMeansFakePalettize)
-
-
-def _switch(simulator: _KMeansFakePalettize, on: bool) -> None:
-    """Turn palettization on or off; what was off has trained dense, so its palettes are made anew."""
-    if on and not simulator.forward_enabled:
-        simulator.invalidate()
-    simulator.enable_fake_palett(on)
-
-
-def _cluster(places: Iterable[_Place], num_workers: int) -> None:
-    """Find palettes or indices where they are out of date."""
-    from tqdm import tqdm
-
-    places = list(places)
-    title = f"Palettizing layers (num_workers={num_workers})"
-    for place in tqdm(places, desc=title, delay=1.0, leave=False):
-        try:
-            place.simulator.settle(place.entering())
-        except Exception as error:
-            raise RuntimeError(f"Centroid calculation failed for weight {place.name!r}: {error}") from error
-
-
-@contextmanager
-def _dense_weights(places: list[_Place]) -> Iterator[None]:
-    """Let dense weights through, and switch palettization on again."""
-    for place in places:
-        place.simulator.disable_fake_palett()
-    try:
-        yield
-    finally:
-        for place in places:
-            place.simulator.enable_fake_palett()
-
-
-@contextmanager
-def _gradients_of(model: nn.Module, places: list[_Place]) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the parameters that get gradients, palettized weights among them; put gradients back afterwards."""
-    originals = [place.original for place in places if place.original.is_floating_point()]
-    frozen = [original for original in originals if not original.requires_grad and original.is_leaf]
-    for original in frozen:
-        original.requires_grad_(True)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: p.grad for name, p in parameters.items()}
-    for parameter in parameters.values():
-        parameter.grad = None
-    try:
-        yield parameters
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = gradients[name]
-        for original in frozen:
-            original.requires_grad_(False)

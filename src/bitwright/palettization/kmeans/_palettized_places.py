@@ -1,0 +1,74 @@
+"""The palettized weights of a model, and what is done to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
+
+from .kmeans_fake_palettize import _KMeansFakePalettize
+
+__all__ = ["PalettizedPlace", "dense_weights", "gradients_of", "palettized_places", "settle_all", "switch"]
+
+PalettizedPlace = SimulatorPlace[_KMeansFakePalettize]
+
+
+def palettized_places(model: nn.Module) -> list[PalettizedPlace]:
+    """Return the first place of each simulator."""
+    return unique_simulators(model, _KMeansFakePalettize)
+
+
+def switch(simulator: _KMeansFakePalettize, on: bool) -> None:
+    """Turn palettization on or off; what was off has trained dense, so its palettes are made anew."""
+    if on and not simulator.forward_enabled:
+        simulator.invalidate()
+    simulator.enable_fake_palett(on)
+
+
+def settle_all(places: Iterable[PalettizedPlace], num_workers: int) -> None:
+    """Find palettes or indices where they are out of date."""
+    from tqdm import tqdm
+
+    places = list(places)
+    title = f"Palettizing layers (num_workers={num_workers})"
+    for place in tqdm(places, desc=title, delay=1.0, leave=False):
+        try:
+            place.simulator.settle(place.entering())
+        except Exception as error:
+            raise RuntimeError(f"Centroid calculation failed for weight {place.name!r}: {error}") from error
+
+
+@contextmanager
+def dense_weights(places: list[PalettizedPlace]) -> Iterator[None]:
+    """Let dense weights through, and switch palettization on again."""
+    for place in places:
+        place.simulator.disable_fake_palett()
+    try:
+        yield
+    finally:
+        for place in places:
+            place.simulator.enable_fake_palett()
+
+
+@contextmanager
+def gradients_of(model: nn.Module, places: list[PalettizedPlace]) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Yield the parameters that get gradients, palettized weights among them; put gradients back afterwards."""
+    originals = [place.original for place in places if place.original.is_floating_point()]
+    frozen = [original for original in originals if not original.requires_grad and original.is_leaf]
+    for original in frozen:
+        original.requires_grad_(True)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        yield parameters
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        for original in frozen:
+            original.requires_grad_(False)
