@@ -212,10 +212,7 @@ class WeightCompressor(_BaseModelCompressor):
         target = self._model if model is None else model
         if not isinstance(target, nn.Module):
             raise TypeError(f"Expected a prepared model, got {type(target).__name__}.")
-        if not self._is_model_prepared(target):
-            raise RuntimeError(
-                f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
-            )
+        self._require_prepared(target, action)
         return target
 
     @contextmanager

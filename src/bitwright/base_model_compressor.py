@@ -18,6 +18,7 @@ from bitwright.planning import Plan
 __all__: list[str] = []
 
 _COREAI_OPT_PREPARED_ATTR = "_bitwright_prepared"
+_FINALIZED_ATTR = "_bitwright_finalized"
 
 
 class _Lifecycle(enum.Enum):
@@ -103,11 +104,13 @@ class _BaseModelCompressor(ABC):
     def _mark_model_as_prepared(model: nn.Module) -> None:
         # A buffer survives deepcopy and the rebuilding of graph modules; non-persistent, it is not in the state_dict.
         model.register_buffer(_COREAI_OPT_PREPARED_ATTR, torch.tensor(True), persistent=False)
+        model.__dict__.pop(_FINALIZED_ATTR, None)
 
     @staticmethod
     def _unmark_model(model: nn.Module) -> None:
         model._buffers.pop(_COREAI_OPT_PREPARED_ATTR, None)
         model._non_persistent_buffers_set.discard(_COREAI_OPT_PREPARED_ATTR)
+        model.__dict__[_FINALIZED_ATTR] = True
 
     @classmethod
     def _is_prepared_by_others(cls, model: nn.Module, is_own: Callable[[CompressionSimulatorBase], bool]) -> bool:
@@ -116,10 +119,17 @@ class _BaseModelCompressor(ABC):
         return cls._is_model_prepared(model) and bool(found) and not any(map(is_own, found))
 
     def _require_prepared(self, model: nn.Module, action: str = "this") -> None:
-        if not self._is_model_prepared(model):
+        if self._is_model_prepared(model):
+            return
+        if model.__dict__.get(_FINALIZED_ATTR, False):
             raise RuntimeError(
-                f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
+                f"Model must be prepared before {action}, and this one is not any more: finalize() or shrink() has "
+                "changed it in place. For a second backend, finalize(copy.deepcopy(prepared), backend=...) before the "
+                "model itself; or prepare the float model anew."
             )
+        raise RuntimeError(
+            f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
+        )
 
     @staticmethod
     def _checked_for(target: str | None, plan: Plan) -> Plan:
