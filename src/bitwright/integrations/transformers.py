@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from bitwright.quantization import Quantizer
 
 from ._session import TrainingSession
@@ -18,22 +21,41 @@ except ImportError as error:
 __all__ = ["QATCallback"]
 
 _FILE = "bitwright_quantizer.json"
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # its name from transformers 5 on, and before
 
 
 class QATCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps a quantizer in training mode during ``trainer.train()``, steps its schedules, and saves its state.
 
     Schedules advance once per optimizer step. Evaluations between steps observe nothing. Each checkpoint folder gets
-    ``bitwright_quantizer.json``; resuming from a checkpoint reads it.
+    ``bitwright_quantizer.json``; resuming from a checkpoint reads it. The state_dict of a model that the Trainer saves
+    as it is, such as a graph module, gets copies of what stands in it under several names, which safetensors refuses.
 
     Args:
         quantizer: a quantizer whose model is prepared and is the trainer's model.
         resume_from: checkpoint folder to take the quantizer's state from when training begins.
+
+    Raises:
+        ValueError: the Trainer is told to checkpoint gradients of a model that cannot, such as a graph module.
     """
 
     def __init__(self, quantizer: Quantizer, resume_from: str | Path | None = None) -> None:
         self._session = TrainingSession(quantizer)
         self._resume_from = None if resume_from is None else Path(resume_from)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """See that the Trainer can train and save the model."""
+        if model is None:
+            return
+        asked = [name for name in _CHECKPOINTING if getattr(args, name, False)]
+        if asked and not any(hasattr(model, f"{name}_enable") for name in _CHECKPOINTING):
+            raise ValueError(
+                f"TrainingArguments({asked[0]}=True) needs a model that recomputes its layers, and "
+                f"{type(model).__name__} has no {asked[0]}_enable(): the graph of a model has no layers. "
+                f"Prepare with execution_mode='eager', or leave {asked[0]} out."
+            )
+        if not hasattr(model, "save_pretrained") and _apart not in model._state_dict_hooks.values():
+            model.register_state_dict_post_hook(_apart)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Enter training mode, from a saved state where one is given."""
@@ -73,3 +95,13 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
     def _pause_for(self, control: Any) -> None:
         if control.should_evaluate:
             self._session.pause()
+
+
+def _apart(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Put copies in the place of tensors that a state_dict holds already, under another name."""
+    held: set[int] = set()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            if value.untyped_storage().data_ptr() in held:
+                state[name] = value.clone()
+            held.add(value.untyped_storage().data_ptr())
