@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["References", "is_unshared", "references_to"]
+__all__ = ["References", "is_unshared", "owns_memory", "references_to"]
 
 References = tuple[int, ...]
 
@@ -42,6 +42,21 @@ def is_unshared(gradient: torch.Tensor, references: References) -> bool:
     """
     # Memory that torch did not allocate, such as that of a NumPy array, may have another owner.
     return references in _unshared_counts() and gradient.untyped_storage().resizable()
+
+
+def owns_memory(x: torch.Tensor) -> bool:
+    """Return whether no other tensor, such as one saved for the backward pass, lies in the memory of ``x``."""
+    storage = x.untyped_storage()
+    return _COUNTED and torch._C._storage_Use_Count(storage._cdata) == _count_of_own_memory() and storage.resizable()
+
+
+@functools.cache
+def _count_of_own_memory() -> int:
+    """The references to memory in which one tensor lies; 0 if they say nothing."""
+    x = torch.zeros(1, requires_grad=True)
+    with torch.enable_grad(), torch.inference_mode(False):
+        counts = [torch._C._storage_Use_Count(y.untyped_storage()._cdata) for y in (torch.neg(x), torch.relu(x))]
+    return counts[0] if counts[0] < counts[1] else 0
 
 
 class _Probe(torch.autograd.Function):

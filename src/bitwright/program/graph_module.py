@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import fx, nn
+
+from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
@@ -69,10 +72,15 @@ class TracedGraphModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
+        names = {name for name, module in self._modules.items() if isinstance(module, DirectlyCalled)}
         with self._graph.on_generate_code(
-            lambda given: lambda body: _with_faster_calls(body if given is None else given(body))
+            lambda given: lambda body: _with_faster_calls(body if given is None else given(body), names)
         ):
             return super().recompile()
+
+    def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any]]:
+        """What generated code calls simulators by: for an argument that is needed further, and for another."""
+        return caller(), caller(last=True), self._modules
 
     @property
     def code(self) -> Any:
@@ -102,14 +110,28 @@ class TracedGraphModule(fx.GraphModule):
         return self.__reduce__()
 
 
-def _with_faster_calls(body: list[str]) -> list[str]:
-    """Return lines of generated code with the calls of ``_CALLED_AS``."""
+# A call of a module in generated code; what follows says that its argument is not used any more.
+_MODULE_CALL = re.compile(r" = self\.(\w+)\((\w+)\)(;  \2 = None$)?", re.MULTILINE)
+_CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules"
+
+
+def _with_faster_calls(body: list[str], directly: Set[str]) -> list[str]:
+    """Return lines of generated code with the calls of ``_CALLED_AS``, and direct calls of the modules named so."""
+
+    def direct(call: re.Match[str]) -> str:
+        name, argument, last = call.groups()
+        if name not in directly:
+            return call[0]
+        return f' = _bitwright_pass{"_last" if last else ""}(_bitwright_modules["{name}"], {argument}){last or ""}'
+
     changed = []
     for line in body:
         start = line.find(" = torch.ops.aten.")
         called = line[start : line.find("(", start) + 1] if start >= 0 else ""
         changed.append(line.replace(called, _CALLED_AS[called], 1) if called in _CALLED_AS else line)
-    return changed
+    if not directly:
+        return changed
+    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, "".join(changed))]
 
 
 def uncompiled_copy(module: TracedGraphModule, memo: dict[int, Any]) -> TracedGraphModule:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bitwright.config.spec import CompressionTargetTensor
-
+from ._statistics import gathering
 from .spec import GlobalMinMaxQParamsCalculator, RunningRangeMixin
 from .spec._histogram import Histogram
 from .spec.fake_quantize import FakeQuantizeImplBase
@@ -25,16 +24,6 @@ _Range = tuple[torch.Tensor, torch.Tensor]
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _observing(simulators: Sequence[FakeQuantizeImplBase]) -> list[Any]:
-    """Return the calculators that gather statistics of activations: weights are the same everywhere."""
-    found = {
-        id(simulator.qparams_calculator): simulator.qparams_calculator
-        for simulator in simulators
-        if simulator.quantization_target == CompressionTargetTensor.ACTIVATION and not simulator.is_stateless
-    }
-    return list(found.values())
 
 
 class _RangeBetween(nn.Module):
@@ -82,7 +71,7 @@ class _RecordedRange(_RangeBetween):
 @contextmanager
 def synchronized_observers(simulators: Sequence[FakeQuantizeImplBase]) -> Iterator[None]:
     """Have every observed range be that of the tensors of all processes, which must run the same steps."""
-    calculators = _observing(simulators) if _is_distributed() else []
+    calculators = gathering(simulators) if _is_distributed() else []
     try:
         for calculator in calculators:
             finder = calculator.range_calculator
@@ -105,7 +94,7 @@ def synchronized_observers(simulators: Sequence[FakeQuantizeImplBase]) -> Iterat
 @contextmanager
 def merged_statistics(simulators: Sequence[FakeQuantizeImplBase]) -> Iterator[None]:
     """Merge the statistics of all processes when the block ends; not if it raises."""
-    calculators = _observing(simulators) if _is_distributed() else []
+    calculators = gathering(simulators) if _is_distributed() else []
     replayed: list[Any] = [
         calculator
         for calculator in calculators

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,24 @@ from bitwright.errors import CalibrationWarning
 from .spec import AccumulatedQParamsCalculator
 from .spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["has_searched_range", "running_activations", "unmeasured", "warn_of_empty_calibration", "warn_of_ranges"]
+__all__ = [
+    "gathering",
+    "has_searched_range",
+    "running_activations",
+    "unmeasured",
+    "warn_of_empty_calibration",
+    "warn_of_ranges",
+]
+
+
+def gathering(simulators: Iterable[FakeQuantizeImplBase]) -> list[Any]:
+    """Return the calculators that gather statistics of activations, each once."""
+    found = {
+        id(simulator.qparams_calculator): simulator.qparams_calculator
+        for simulator in simulators
+        if simulator.quantization_target == CompressionTargetTensor.ACTIVATION and not simulator.is_stateless
+    }
+    return list(found.values())
 
 
 def has_searched_range(simulator: FakeQuantizeImplBase) -> bool:

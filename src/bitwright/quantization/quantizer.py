@@ -25,7 +25,7 @@ from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
-from ._statistics import has_searched_range, warn_of_empty_calibration, warn_of_ranges
+from ._statistics import gathering, has_searched_range, warn_of_empty_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
 from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
@@ -137,6 +137,8 @@ class Quantizer(_Views, _BaseModelCompressor):
         rules = resolve_module_rules(self._config, self._engine.model)
         by_module = {path: rule.config.qat_schedule for path, rule in rules.items() if rule.config.qat_schedule}
         self._schedules = ScheduleDriver(self._schedules_by_simulator(rules), by_module)
+        for calculator in gathering(_simulators(self._model)):
+            calculator.is_provisional = True
         self._mark_model_as_prepared(self._model)
         return self._model
 
@@ -357,16 +359,14 @@ class Quantizer(_Views, _BaseModelCompressor):
     def _start_statistics(self, model: nn.Module) -> None:
         """Let running ranges begin with real data: what ``prepare`` saw were example inputs.
 
-        Another model than the quantizer's becomes its own, with what it has seen.
+        Another model than the quantizer's becomes its own, with what it has seen since ``prepare``.
         """
-        if self._calibrated or model is not self._model:
-            self._model = model
-            return
-        self._calibrated = True
-        for simulator in _simulators(model):
-            if simulator.quantization_target == CompressionTargetTensor.ACTIVATION and not simulator.is_stateless:
-                calculator: Any = simulator.qparams_calculator
+        own, begun = model is self._model, self._calibrated
+        self._model, self._calibrated = model, begun or own
+        for calculator in gathering(_simulators(model)):
+            if calculator.is_provisional if not own else not begun:
                 calculator.reset_statistics()
+            calculator.is_provisional = False
 
     def _schedules_by_simulator(self, rules: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

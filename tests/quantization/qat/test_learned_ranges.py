@@ -151,6 +151,25 @@ def test_training_batches_leave_the_learned_step_alone():
     assert parameter.item() > first.item()
 
 
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+@pytest.mark.parametrize("finder", ["minmax", "mse"])
+def test_tensors_of_any_rank_share_a_step(kind, finder):
+    """A step for whole tensors counts a matrix and a tensor of three dimensions alike, and keeps its shape."""
+    spec = {"dtype": "uint4", "qscheme": "asymmetric", "range_calculator_cls": finder}
+    mixed, flat = (make(kind, "activation", **spec).eval() for _ in range(2))
+    for fq in (mixed, flat):
+        fq(tensor(9) * 50)
+        fq.reset_statistics()
+    shape = mixed.calculate_qparams()[0].shape
+    for seed in range(4):
+        x = tensor(seed) * (1 + seed)
+        flat(x)
+        mixed(x.reshape(2, 3, 32) if seed % 2 == 0 else x)
+    for one, other in zip(mixed.calculate_qparams(), flat.calculate_qparams(), strict=True):
+        assert one.shape == shape
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("finder", ["minmax", "mse", "percentile", "histogram"])
 def test_shards_equal_the_whole(finder):
     """Merging calculators of shards gives the initial values of one that saw everything."""

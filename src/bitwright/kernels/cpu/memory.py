@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["LARGE", "empty_like", "idle_bytes", "lasting_bytes"]
+__all__ = ["LARGE", "empty_like", "idle_bytes", "lasting_bytes", "over"]
 
 LARGE = 1 << 18
 # A block that none of so many further results had the size of goes back to the system, if not at once.
@@ -191,3 +191,8 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None, device: torch.
         storage = torch.frombuffer(_blocks.lend(size), dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype or x.dtype).set_(storage, 0, x.shape, x.stride())
     return torch.empty_like(x, dtype=dtype, device=device)
+
+
+def over(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own on the memory of ``x``, which nobody may read any more."""
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

@@ -14,6 +14,7 @@ import torch
 
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import SMALL, layout_of
+from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
 from bitwright.kernels.saved import marking
 from bitwright.kernels.straight_through import straight_through
@@ -23,7 +24,7 @@ from .compiling import compiled, entry
 from .fused import apply_mask, threads_for
 from .lanes import peek_f32, peek_f64, peek_i32, peek_i64, peek_u8, stack_room
 from .mapping import FAKE, map_flat, map_part, map_rows
-from .memory import empty_like, lasting_bytes
+from .memory import empty_like, lasting_bytes, over
 from .native import DTYPES, native_grid, scheme_code
 from .ranges import join_parts, keys_of
 from .relu import keep_signs
@@ -201,24 +202,31 @@ class ReadyCall:
         """Fake-quantize without a gradient."""
         return self.run_masked(x, None)
 
-    def run_with_gradient(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize a tensor that requires a gradient."""
+    def run_with_gradient(self, x: torch.Tensor, unneeded: bool = False) -> torch.Tensor:
+        """Fake-quantize a tensor that requires a gradient.
+
+        Args:
+            x: the tensor.
+            unneeded: nobody but the caller holds the tensor, and the caller does not need it any more. Its memory then
+                becomes that of the result, unless an operation has saved it.
+        """
         if not self._large:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
         else:
             mask = lasting_bytes(self.mask_bytes)
-            if marking(x):
+            if unneeded or marking(x):
                 keep_signs(x, threads_for(self._layout.numel))
-        return straight_through(x, partial(self.run_masked, x), mask, self.apply_mask)
+        return straight_through(
+            x, partial(self.run_masked, x, in_place=unneeded and owns_memory(x)), mask, self.apply_mask
+        )
 
-    def run_masked(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def run_masked(self, x: torch.Tensor, mask: torch.Tensor | None, in_place: bool = False) -> torch.Tensor:
         """Fake-quantize and fill the mask of ``mask_bytes`` bytes, if there is one."""
         bits = 0 if mask is None else mask.data_ptr()
+        y = over(x) if in_place else empty_like(x) if self._large else torch.empty_like(x)
         if not self._large:
-            y = torch.empty_like(x)
             _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
             return y
-        y = empty_like(x)
         dtype = DTYPES[x.dtype]
         arguments = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
         run_parts(map_part, arguments, threads_for(self._layout.numel), (x, y, mask, self._alive))

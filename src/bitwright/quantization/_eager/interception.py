@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import calling_code, shielded, thread_frames
+from bitwright._utils.direct_calls import caller
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
@@ -193,7 +194,7 @@ def _computes_sizes(args: Sequence[Any]) -> bool:
 
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    children = module._modules
+    children, call = module._modules, caller()
     target = args[0] if args and _works_in_place(func) else None
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
@@ -205,12 +206,16 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
                 holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
             overwritten = id(entry) == id(target) and entry.requires_grad
-            holder[key] = simulate(entry.clone() if overwritten and simulate.keeps_input() else entry)
+            holder[key] = call(simulate, entry.clone() if overwritten and simulate.keeps_input() else entry)
     result = func(*args, **kwargs)
     if result is None and target is not None:
         result = args[0]  # what `x[0] = y` wrote to
+    call_last = caller(last=True)
     for index, child in sites.outputs:
         simulate = children[child]
+        if type(result) is torch.Tensor and target is None and index == 0:
+            result = call_last(simulate, result)
+            continue
         if target is not None and isinstance(result, torch.Tensor) and result.requires_grad and simulate.keeps_input():
             result = result.clone()  # `target` will be overwritten
         result = _replace_output(result, index, simulate)
@@ -284,15 +289,20 @@ class OpScope(ForwardScope):
     def _simulate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module
         children: Any = module._modules
+        call = caller()
         for index, name, child in self.inputs:
             if index < len(args):
-                args = (*args[:index], children[child](args[index]), *args[index + 1 :])
+                args = (*args[:index], call(children[child], args[index]), *args[index + 1 :])
             elif name in kwargs:
-                kwargs[name] = children[child](kwargs[name])
+                kwargs[name] = call(children[child], kwargs[name])
         inner = self.inner
         result = type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+        call_last = caller(last=True)
         for index, child in self.outputs:
-            result = _replace_output(result, index, children[child])
+            if type(result) is torch.Tensor and index == 0:
+                result = call_last(children[child], result)
+            else:
+                result = _replace_output(result, index, children[child])
         return result
 
 

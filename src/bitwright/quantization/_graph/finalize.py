@@ -70,10 +70,20 @@ class _Folder:
             if isinstance(fold, OutputFold | WeightUnfold):
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
+        self._take_out_of_simulators()
         for node, constant in constants.items():
             self._replace(node, folds[node], constant)
         del self.module._modules[FOLDS]
         self._drop_unread(read)
+
+    def _take_out_of_simulators(self) -> None:
+        """Have simulators of folded weights take nothing but the weight: what is behind them counts in training."""
+        for node in self.graph.nodes:
+            if _calls_simulator(self.module, node) and len(node.args) > 1:
+                node.args = node.args[:1]
+                simulator = self.module.get_submodule(str(node.target))
+                assert isinstance(simulator, FakeQuantizeImplBase)
+                simulator.behind = None
 
     def _replace(self, node: fx.Node, fold: nn.Module, constant: torch.Tensor) -> None:
         assert isinstance(fold, WeightFold | BiasFold)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from bitwright.planning.chains import Chain
 from bitwright.program.aten_names import aten_name, schema_names
 from bitwright.program.graph_module import TracedGraphModule
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, captured_momentum, channels_of
 from .mode_ops import batch_counter
@@ -62,16 +63,27 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
 
 
 def unfold_weights(module: TracedGraphModule, folds: Iterable[Fold]) -> None:
-    """Let layers read their folded weights, behind the simulators that stand on them now, without the scale."""
+    """Let layers read their folded weights, behind the simulators that stand on them now, without the scale.
+
+    The simulator of a folded weight takes the scale out itself, so that it stands right in front of its layer, as in
+    the graphs of PT2E.
+    """
     for fold in folds:
         _, gamma, var = fold.weight.args
         folding = module.get_submodule(str(fold.weight.target))
         assert isinstance(folding, WeightFold)
-        number = int(str(fold.weight.target).split(".")[1])
         read = _get_argument(fold.layer, "weight")
+        unfolding = WeightUnfold(folding.layout)
+        if read is not fold.weight:
+            simulator = module.get_submodule(str(read.target))
+            assert isinstance(simulator, FakeQuantizeImplBase)
+            simulator.behind = unfolding.train(folding.training)
+            read.args = (*read.args, gamma, var)
+            continue
+        number = int(str(fold.weight.target).split(".")[1])
         with module.graph.inserting_before(fold.layer):
             call = _Caller(module, number, folding.training)
-            unfolded = call("unfold", WeightUnfold(folding.layout), (read, gamma, var), fold.layer)
+            unfolded = call("unfold", unfolding, (read, gamma, var), fold.layer)
         unfolded.meta["val"] = read.meta.get("val")
         _set_argument(fold.layer, "weight", unfolded)
 

@@ -20,6 +20,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         scale: float32 buffer, one entry per block; empty until the first tensor.
         zero_point: int32 buffer like ``scale``; None for float formats.
         minval: float32 buffer like ``scale``; None for float formats.
+        is_provisional: whether what it has seen are example inputs, which calibration and training do not count.
     """
 
     scale: torch.Tensor
@@ -32,6 +33,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._export_mode = False
+        self.is_provisional = False
         # Buffers must carry version counters, also when the model is prepared under inference_mode.
         with torch.inference_mode(False):
             self.register_buffer("scale", torch.empty(0))
@@ -186,6 +188,8 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
                 with torch.inference_mode(False):
                     self._buffers[name] = torch.empty(loaded.shape, dtype=buffer.dtype, device=buffer.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
+            self.is_provisional = False
         if self.scale.numel():
             self._initialized = True
             self._resolve_axis(self.scale.ndim)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bitwright import kernels
+from bitwright._utils.direct_calls import Call
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import Grid
 
@@ -24,7 +25,7 @@ from ._one_pass import (
 )
 from ._recall import Recall, will_be_repeated
 from ._sharded import is_sharded, on_whole
-from ._shortcut import Call, Shortcut, observing, quantizing, remembering
+from ._shortcut import observing, quantizing, remembering
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
 from .errors import _BlockSizeMismatchError
@@ -61,7 +62,6 @@ class FakeQuantizeForward(SwitchedModule):
         self._layout = BlockLayout()
         self._grid: Grid | None = None
         self._memory = WeightMemory()
-        self._shortcut = Shortcut()
         self._recall = Recall()
 
     @property
@@ -98,13 +98,19 @@ class FakeQuantizeForward(SwitchedModule):
                 quantizer logs a warning and takes itself out of use.
             RuntimeError: the observer is off and no tensor has been observed.
         """
-        tracing = torch.compiler.is_compiling()
-        if not tracing:
+        if not torch.compiler.is_compiling():
             shortcut = self._shortcut.call
             if shortcut is not None:
-                y = shortcut(self, tensor)
+                y = shortcut(self, tensor, False)
                 if y is not None:
                     return y
+        return self._go_long_way(tensor, False)
+
+    _direct_forward = forward
+
+    def _go_long_way(self, tensor: torch.Tensor, unneeded: bool) -> torch.Tensor:
+        tracing = torch.compiler.is_compiling()
+        if not tracing:
             self._sync_switches()
         if self._is_off:
             return tensor
@@ -126,20 +132,26 @@ class FakeQuantizeForward(SwitchedModule):
             qparams = self._stored(calculator)
         if qparams is None or not self._fake_quant_on:
             return tensor
-        quantized = self._fake_quantize(tensor, *qparams)
         if stateful and not tracing and not self._observer_on:
-            self._shorten(quantizing, tensor, calculator)
-        return quantized
+            shortcut = self._shorten(quantizing, tensor, calculator)
+            y = None if shortcut is None else shortcut(self, tensor, unneeded)
+            if y is not None:
+                return y
+        return self._fake_quantize(tensor, *qparams)
 
     def _shorten(
-        self, make: Callable[[Any, Any, torch.Tensor], Call | None], tensor: torch.Tensor, calculator: Any
-    ) -> None:
-        """Have the next tensor like this one take the short way, where there is one."""
+        self,
+        make: Callable[[Any, Any, torch.Tensor], Call | None],
+        tensor: torch.Tensor,
+        calculator: Any,
+    ) -> Call | None:
+        """Make the short way for this tensor and the next ones like it, and return it; None where there is none."""
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         plain = stateful and type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams
         call = make(self, calculator, tensor) if plain and self._is_fused() else None
         if call is not None:
             self._shortcut.call = call
+        return call
 
     def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
         """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""

@@ -13,37 +13,21 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from bitwright._utils.direct_calls import Call
 from bitwright.kernels.dispatch import note_codes, ready_call, undisturbed
 
 from ._one_pass import tracks_in_place
 from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory
 
-__all__ = ["Call", "Shortcut", "observing", "quantizing", "remembering"]
+__all__ = ["observing", "quantizing", "remembering"]
 
-# Takes the simulator and the tensor.
-Call = Callable[[Any, torch.Tensor], torch.Tensor | None]
 QParams = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _SHAPES = 16
 _backward_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
-
-
-class Shortcut:
-    """Holds a simulator's shortcut; copies and pickles of it are empty."""
-
-    __slots__ = ("call",)
-
-    def __init__(self) -> None:
-        self.call: Call | None = None
-
-    def __reduce__(self) -> tuple[type[Shortcut], tuple[()]]:
-        return Shortcut, ()
-
-    def __deepcopy__(self, memo: Any) -> Shortcut:
-        return Shortcut()
 
 
 def _settings(simulator: Any, calculator: Any) -> Callable[[dict[str, Any]], bool]:
@@ -75,10 +59,10 @@ def _is_simple(x: torch.Tensor) -> bool:
     return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
 
 
-def _quantized(ready: Any, x: torch.Tensor, made: QParams) -> torch.Tensor:
+def _quantized(ready: Any, x: torch.Tensor, made: QParams, unneeded: bool) -> torch.Tensor:
     """Call a prepared kernel, with a gradient where one is wanted."""
     if x.requires_grad and _grad_enabled():
-        y: torch.Tensor = ready.run_with_gradient(x)
+        y: torch.Tensor = ready.run_with_gradient(x, unneeded)
         note_codes(y, made, ready)
         return y
     quantized: torch.Tensor = ready.run(x)
@@ -105,7 +89,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
     at, other_at = scale.data_ptr(), other.data_ptr()
     known = {tensor.shape: ready}
 
-    def call(simulator: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         if (
             type(x) is not torch.Tensor
             or x.dtype is not dtype
@@ -122,7 +106,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
             ready = _another(known, simulator, x, made)
         if ready is None or not _is_simple(x):
             return None
-        return _quantized(ready, x, made)
+        return _quantized(ready, x, made, unneeded)
 
     return call
 
@@ -176,7 +160,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
              if t is not None]  # fmt: skip
     written = [t for _, t, _ in state]
 
-    def call(simulator: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         if (
             type(x) is not torch.Tensor
             or x.dtype is not dtype
@@ -212,7 +196,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             ready.observe(x, progress.restart)
         increment_version(written)
         progress.count()
-        return _quantized(ready, x, made) if quantize and not plain else y
+        return _quantized(ready, x, made, unneeded) if quantize and not plain else y
 
     return call
 
@@ -229,7 +213,7 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
     unchanged, grid = _settings(simulator, calculator), simulator._current_grid()
     buffers = calculator._buffers
 
-    def call(simulator: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         own = simulator.__dict__
         if (
             own["training"]

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+
+from bitwright._utils.direct_calls import DirectlyCalled
 
 __all__ = ["SwitchedModule"]
 
 _FLAGS = ("observer_enabled", "fake_quant_enabled", "_disabled")
 
 
-class SwitchedModule(nn.Module):
+class SwitchedModule(DirectlyCalled):
     """A simulator that can observe, fake-quantize, or be out of use.
 
     What ``forward`` asks is ``_observer_on``, ``_fake_quant_on`` and ``_is_off``. The buffers ``observer_enabled``,

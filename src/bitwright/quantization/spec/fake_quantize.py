@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from bitwright import _torchao, kernels
 from bitwright._utils.spec_utils import PartialConstructor, with_args
@@ -22,6 +23,7 @@ from .qparams_calculator import (
     QParamsCalculatorBase,
     StatefulQParamsCalculatorBase,
     StatelessQParamsCalculatorBase,
+    StaticQParamsCalculator,
 )
 from .qscheme import QuantizationScheme
 
@@ -72,6 +74,12 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
         self.quant_max = quant_max
         self.qparams_calculator = qparams_calculator
         self.n_bits = n_bits_of(dtype) if n_bits is None else n_bits
+        self.behind: nn.Module | None = None
+
+    def __call__(self, tensor: torch.Tensor, *context: Any) -> Any:
+        """Return the fake-quantized tensor; given more, what the module ``behind`` makes of it and of the rest."""
+        simulated = super().__call__(tensor)
+        return simulated if self.behind is None or not context else self.behind(simulated, *context)
 
     @property
     def granularity(self) -> QuantizationGranularity:
@@ -192,6 +200,15 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
     def clear_weight_memory(self) -> None:
         """Forget the kept quantized weight; call it after writing to a weight through ``.data`` on a GPU."""
         self._memory.forget()
+
+    def expect_new_weight(self) -> None:
+        """Forget the kept quantized weight, and measure the range of the one that comes, unless the range is learned.
+
+        PEFT's adapters ask for it when they are merged.
+        """
+        self._memory.forget()
+        if type(self.qparams_calculator) is StaticQParamsCalculator:
+            self.enable_observer()
 
     def _stateful(self) -> StatefulQParamsCalculatorBase:
         calculator: Any = self.qparams_calculator

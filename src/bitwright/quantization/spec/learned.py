@@ -37,6 +37,13 @@ class _Statistics:
     def __init__(self, low: torch.Tensor, high: torch.Tensor, abs_sum: torch.Tensor, count: float) -> None:
         self.low, self.high, self.abs_sum, self.count = low, high, abs_sum, count
 
+    def shaped_like(self, known: torch.Tensor | None) -> _Statistics:
+        """Return it in the shape of ``known``, if both are one number: a step for a whole tensor fits any rank."""
+        if known is None or self.low.numel() != 1 or known.numel() != 1:
+            return self
+        low, high, abs_sum = (part.reshape(known.shape) for part in (self.low, self.high, self.abs_sum))
+        return _Statistics(low, high, abs_sum, self.count)
+
     def merged(self, other: _Statistics, latest_range: bool = False) -> _Statistics:
         low = other.low if latest_range else torch.minimum(self.low, other.low.to(self.low))
         high = other.high if latest_range else torch.maximum(self.high, other.high.to(self.high))
@@ -101,6 +108,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         if self._restart and isinstance(self.range_calculator, DistributionRangeCalculatorBase):
             self.range_calculator.reset()
         new = self._measure(tensor)
+        if self._initialized:
+            new = new.shaped_like(self._parameters[self._LEARNED[0]])
         new = new if self._exchange is None else self._exchange(new)
         known = self._statistics
         if known is not None and known.low.shape != new.low.shape:
