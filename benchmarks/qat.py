@@ -31,7 +31,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -241,6 +241,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {key: round(value, 5) for key, value in found.items()} | {"seeds": len(values)}
 
 
+def with_error(values: list[float]) -> dict[str, float]:
+    """Return the spread with the mean and its standard error: single seeds of few bits differ by more than rows do."""
+    found = spread(values) | {"mean": round(mean(values), 5)}
+    return found | ({"standard error": round(stdev(values) / len(values) ** 0.5, 5)} if len(values) > 1 else {})
+
+
 def summarize(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return, by task and width, losses of the rows and their comparisons over the seeds."""
     summary: dict[str, Any] = {}
@@ -282,7 +288,7 @@ def compare(losses: dict[str, dict[str, float]]) -> dict[str, Any]:
     for row, other in (*PAIRS, *free, ("lsq", "qat")):
         seeds = [s for s in losses.get(row, {}) if s in losses.get(other, {})]
         if seeds:
-            found[f"loss of {row} minus {other}"] = spread([losses[row][s] - losses[other][s] for s in seeds])
+            found[f"loss of {row} minus {other}"] = with_error([losses[row][s] - losses[other][s] for s in seeds])
     return found
 
 
