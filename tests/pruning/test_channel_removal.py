@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -277,19 +282,154 @@ class Deceptive(Stubborn):
         return self.last(x) * x.shape[-1]
 
 
-@pytest.mark.parametrize(("model", "error"), [(Stubborn(), ValueError), (Deceptive(), RuntimeError)])
-def test_a_failure_leaves_the_model_as_it_was(model, error):
+class Guessing(Stubborn):
+    """Divides by nothing at another width."""
+
+    def forward(self, x):
+        x = self.last(torch.relu(self.first(x)))
+        return x / (self.first.out_features == 8)
+
+
+class Foreign(Stubborn):
+    """Returns what lies between its layers in an object that no trace looks into."""
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return SimpleNamespace(hidden=x, result=self.last(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Stubborn(), "ValueError: eight, please"),
+        (Deceptive(), r"output is off by"),
+        (Guessing(), "other entries of an output are finite"),
+        (Foreign(), r"shape \(3, 4\), and not \(3, 8\)"),
+    ],
+)
+def test_a_failure_names_the_layer_and_leaves_the_model_as_it_was(model, reason):
     """Masks are on, widths are old, outputs are the same."""
     example = (torch.randn(3, 4),)
     pruner = channel_pruned(model, example)
-    before = model(*example)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(error):
+    with pytest.raises(RuntimeError, match=rf"channels of \['first'\].*{reason}.*keep=\['first'\]"):
         pruner.shrink(example)
     assert pruner._is_model_prepared(model)
-    assert torch.equal(model(*example), before)
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert model.first.out_features == 8
+
+
+def test_layers_to_keep():
+    """The one to blame is found among others, and may be kept so that the others shrink."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4), nn.Sequential(Deceptive()), nn.Linear(2, 6))
+    example = (torch.randn(3, 5),)
+    pruner = channel_pruned(model, example)
+    before = model(*example)
+    with pytest.raises(RuntimeError, match=re.escape("keep=['3.0.first']")):
+        pruner.shrink(example)
+    with pytest.raises(ValueError, match=re.escape("which '3.0.fist' is not")):
+        pruner.shrink(example, keep=["3.0.fist"])
+    report = pruner.shrink(example, keep=["3"])
+    assert report.removed == {"0": (6, 3), "2": (4, 2)}
+    assert "keep" in report.kept["3.0.first"]
+    assert torch.allclose(model(*example), before, atol=1e-5)
+
+
+class Between(nn.Module):
+    """Something between a layer and the one that reads it."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor], readers: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+        self.last = nn.Conv2d(readers, 4, 1)
+        self.function = function
+        self.register_buffer("gains", torch.arange(8.0).view(8, 1, 1))
+
+    def forward(self, x):
+        return self.last(self.function(self, torch.relu(self.first(x))))
+
+
+ORDER = [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, h: h[:, ORDER],
+        lambda m, h: h[:, tuple(ORDER)],
+        lambda m, h: h[:, np.array(ORDER)],
+        lambda m, h: h[:, [False] * 4 + [True] * 4],
+        lambda m, h: h[:, torch.tensor(ORDER)],
+        lambda m, h: h[:, 4:],
+        lambda m, h: h[:, ::2],
+        lambda m, h: h.split(4, 1)[1],
+        lambda m, h: h.narrow(1, 0, 4),
+        lambda m, h: h.flip(1),
+        lambda m, h: h * m.gains,
+        lambda m, h: h.view(len(h), 2, 4, *h.shape[2:]).transpose(1, 2).reshape(h.shape),
+        lambda m, h: F.pixel_shuffle(h, 2),
+        lambda m, h: F.group_norm(h, 2),
+        lambda m, h: F.layer_norm(h, [8, *h.shape[2:]]),
+        lambda m, h: torch.where(h > 0, h, -h),
+        lambda m, h: F.pad(h, (0, 0, 0, 0, 1, 1)),
+        lambda m, h: F.conv2d(h, m.first.weight.mean(1, keepdim=True).view(8, 1, 1, 1), groups=8),
+    ],
+)
+def test_what_mixes_or_picks_channels_keeps_them(function):
+    """Nothing is removed where an op, or an index, takes channels by their number."""
+    with torch.no_grad():
+        model = Between(function, function(Between(function), torch.ones(2, 8, 6, 6)).shape[1])
+    report = check(model, torch.randn(2, 3, 6, 6))
+    assert report.removed == {}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, h: h[:, :, 1:, ::2],
+        lambda m, h: h[..., 2:],
+        lambda m, h: h[:1, :8],
+        lambda m, h: h[:, None, ..., 1][:, 0, :, :, None],
+        lambda m, h: h[:, :, :, 0, None],
+        lambda m, h: h + 0.5,
+        lambda m, h: F.hardtanh(h, 0.5, 2.0),
+    ],
+)
+def test_an_index_or_a_number_that_leaves_channels_alone(function):
+    """Cutting and adding other dimensions is no reason to keep channels."""
+    assert check(Between(function), torch.randn(2, 3, 6, 6)).removed == {"first": (8, 4)}
+
+
+def test_averages_with_zeros_around_are_no_constants():
+    """A constant that was averaged with padding differs at the border."""
+    for padding, width in ((0, 4), (1, 8)):
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(3, 1, padding), nn.Conv2d(8, 2, 1))
+        check(model, torch.randn(2, 3, 6, 6))
+        assert model[0].out_channels == width
+
+
+def test_weights_that_are_read_twice_stay():
+    """Also where the second reader is a function."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.last(F.relu(self.first(x))) + F.linear(x, self.first.weight).sum(-1, keepdim=True)
+
+    report = check(Twice(), torch.randn(3, 4))
+    assert report.removed == {}
+    assert "read more than once" in report.kept["first"]
+
+
+def test_captured_graphs_are_refused():
+    """Their sizes are part of the graph."""
+    example = (torch.randn(2, 4),)
+    graph = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), example).module()
+    with pytest.raises(TypeError, match="captured graph"):
+        shrink(graph, example)
 
 
 def test_the_result_is_an_ordinary_model():

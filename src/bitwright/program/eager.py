@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
@@ -286,6 +287,8 @@ def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if getattr(func, "__name__", "") == "permute":
         given = args[1:] or (kwargs.get("dims", ()),)
         return {"dims": tuple(given[0]) if isinstance(given[0], (tuple, list)) else tuple(given)}
+    if getattr(func, "__name__", "") == "__getitem__":
+        return {"index": args[1]} if _is_basic_index(args[1]) else {}
 
     def is_plain(entry: Any) -> bool:
         return isinstance(entry, plain) or (
@@ -294,6 +297,13 @@ def _literals(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
     kept = {names[i] if i < len(names) else str(i): a for i, a in enumerate(args) if is_plain(a)}
     return {**kept, **{key: entry for key, entry in kwargs.items() if is_plain(entry)}}
+
+
+def _is_basic_index(index: Any) -> bool:
+    """Whether an index returns a view: no lists, tensors or truth values in it."""
+    kinds = (int, slice, EllipsisType, NoneType)
+    entries = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(entry, kinds) and not isinstance(entry, bool) for entry in entries)
 
 
 def _flat_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

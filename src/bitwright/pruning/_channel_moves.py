@@ -9,7 +9,7 @@ from bitwright.program import Op
 
 from ._channel_spaces import Channels
 
-__all__ = ["keeps_zeros", "moved_channels"]
+__all__ = ["keeps_zeros", "moved_channels", "widths"]
 
 _ZERO_TO_ZERO = frozenset(
     {"relu", "relu_", "relu6", "gelu", "silu", "tanh", "tanh_", "leaky_relu", "leaky_relu_", "elu", "selu", "celu"}
@@ -22,12 +22,14 @@ _POOLS = frozenset(
 )
 _RESIZES = frozenset({"interpolate", "upsample"})
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "amin"})
-_RESHAPES = frozenset({"flatten", "view", "reshape", "unsqueeze", "squeeze", "__getitem__"})
+_RESHAPES = frozenset({"flatten", "view", "reshape", "unsqueeze", "squeeze"})
 _SWAPS = frozenset({"transpose", "swapaxes", "swapdims"})
 
 
 def keeps_zeros(op: Op) -> bool:
     """Whether what is zero everywhere is zero behind the op."""
+    if op.type == "hardtanh":
+        return float(op.literals.get("min_val", -1)) <= 0 <= float(op.literals.get("max_val", 1))
     return op.type not in _UNARY or op.type in _ZERO_TO_ZERO
 
 
@@ -47,7 +49,10 @@ def moved_channels(op: Op, channels: Channels, before: Sequence[int]) -> Channel
         return channels
     if op.type in _POOLS:
         spatial = int(op.type[-2])
-        return channels if dim == len(before) - 1 - spatial and len(after) == len(before) else None
+        if dim != len(before) - 1 - spatial or len(after) != len(before):
+            return None
+        averages_zeros = op.type.startswith("avg") and any(widths(op.literals.get("padding", 0)))
+        return channels.constant_where_zero() if averages_zeros else channels
     if op.type in _RESIZES:
         return channels if dim == 1 else None
     if op.type in _REDUCTIONS:
@@ -55,6 +60,8 @@ def moved_channels(op: Op, channels: Channels, before: Sequence[int]) -> Channel
     if op.type in _SWAPS or op.type == "permute":
         order = _order(op, len(before))
         return None if order is None else channels.moved(order.index(dim))
+    if op.type == "__getitem__":
+        return _indexed(channels, op.literals["index"], before) if "index" in op.literals else None
     if op.type in _RESHAPES:
         return _reshaped(channels, before, after)
     return None
@@ -90,6 +97,22 @@ def _order(op: Op, rank: int) -> list[int] | None:
     return order
 
 
+def _indexed(channels: Channels, index: Any, before: Sequence[int]) -> Channels | None:
+    """Return the channels behind an index that takes all of them and picks, cuts or adds other dimensions."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    whole: list[Any] = [slice(None)] * (len(before) - used)
+    place = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
+    dim = moved = 0
+    for entry in [*entries[:place], *whole, *entries[place + 1 :]]:
+        if dim == channels.dim and entry is not None:
+            every = isinstance(entry, slice) and entry.indices(before[dim]) == (0, before[dim], 1)
+            return channels.moved(moved) if every else None
+        dim += entry is not None
+        moved += not isinstance(entry, int)
+    return None
+
+
 def _reshaped(channels: Channels, before: Sequence[int], after: Sequence[int]) -> Channels | None:
     """Return the channels behind a reshape that leaves them in their order, with what is in front of them."""
     dim = channels.dim
@@ -109,3 +132,10 @@ def _product(sizes: Sequence[int]) -> int:
     for size in sizes:
         product *= int(size)
     return product
+
+
+def widths(padding: Any) -> tuple[int, ...]:
+    """Return how far a convolution pads, dimension by dimension; 1 for ``"same"``."""
+    if isinstance(padding, str):
+        return (0,) if padding == "valid" else (1,)
+    return (padding,) if isinstance(padding, int) else tuple(padding)

@@ -155,6 +155,10 @@ class Channels:
         """Return the channels after a function that does not map zero to zero."""
         return Channels(self.dim, tuple(replace(part, zero=torch.zeros_like(part.zero)) for part in self.parts))
 
+    def constant_where_zero(self) -> Channels:
+        """Return the channels after a function that meets zeros at the border."""
+        return Channels(self.dim, tuple(replace(part, constant=part.constant & part.zero) for part in self.parts))
+
     def fix(self, reason: str) -> None:
         """Keep the channels of all parts."""
         for part in self.parts:

@@ -14,10 +14,10 @@ from torch import nn
 
 from bitwright.program import Op, Program, Value
 
-from ._channel_moves import keeps_zeros, moved_channels
+from ._channel_moves import keeps_zeros, moved_channels, widths
 from ._channel_spaces import Channels, Part, Reader, Space, Tensor
 
-__all__ = ["CONVS", "TRANSPOSED", "ChannelAnalysis", "widths"]
+__all__ = ["CONVS", "TRANSPOSED", "ChannelAnalysis"]
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -50,8 +50,12 @@ class ChannelAnalysis:
         self._modules = dict(model.named_modules())
         self._weight_of = weight_of
         self._calls = calls
+        self._read_again = {
+            path for state in program.states.values() if len(state.uses) > 1 for path, _ in state.owners
+        }
         self._channels: dict[int, Channels] = {}
         self._spaces: list[Space] = []
+        self._uncut: list[str] = []
         for op in program.ops:
             self._visit(op)
         for value in program.outputs:
@@ -62,11 +66,22 @@ class ChannelAnalysis:
         """All spaces, each once."""
         return list(dict.fromkeys(space.root() for space in self._spaces))
 
+    @property
+    def uncut(self) -> list[str]:
+        """Layers with output channels of zeros whose weights cannot be cut."""
+        found = []
+        for path in self._uncut:
+            layer: Any = self._modules[path]
+            axis = 1 if isinstance(layer, TRANSPOSED) else 0
+            if bool(_zero_channels(layer.weight.detach(), axis).any()):
+                found.append(path)
+        return found
+
     def _visit(self, op: Op) -> None:
         module = self._modules.get(op.module_path)
         inputs = [argument.value for argument in op.arguments if argument.value.state is None]
         alone = len(op.arguments) == len(inputs)
-        if isinstance(module, (nn.Linear, *CONVS, *TRANSPOSED)) and op.type in _LAYER_OPS and inputs:
+        if isinstance(module, (nn.Linear, *CONVS, *TRANSPOSED)) and op.type in _LAYER_OPS and _is_own(op):
             self._visit_layer(op, module, inputs[0])
         elif isinstance(module, NORMS) and op.type == "batch_norm":
             self._visit_norm(op, module, inputs[0])
@@ -84,10 +99,11 @@ class ChannelAnalysis:
 
     def _visit_layer(self, op: Op, layer: nn.Module, source: Value) -> None:
         path = op.module_path
-        weight = self._weight_of(path, layer) if self._calls.get(path, 0) == 1 else None
+        weight = self._weight_of(path, layer) if self._runs_once(path) else None
         known = self._known(source)
         if weight is None or (known is not None and known.dim != _channel_dim(layer, source)):
             self._fix(source, f"{path} reads them, and its weight cannot be cut")
+            self._uncut.append(path)
             return
         if getattr(layer, "groups", 1) > 1:
             self._visit_depthwise(op, layer, source, weight)
@@ -134,8 +150,7 @@ class ChannelAnalysis:
         known = self._known(source)
         if known is None:
             return
-        once = self._calls.get(op.module_path, 0) == 1
-        plain = once and known.dim == 1 and all(part.repeats == 1 for part in known.parts)
+        plain = self._runs_once(op.module_path) and known.dim == 1 and all(part.repeats == 1 for part in known.parts)
         if norm.running_mean is None or not plain:
             known.fix(f"{op.module_path} normalises them otherwise than channel by channel")
             return
@@ -155,12 +170,15 @@ class ChannelAnalysis:
         if known is None:
             return
         if activation.num_parameters > 1:
-            once = self._calls.get(op.module_path, 0) == 1
-            if not once or known.dim != 1 or any(part.repeats != 1 for part in known.parts):
+            if not self._runs_once(op.module_path) or known.dim != 1 or any(part.repeats != 1 for part in known.parts):
                 known.fix(f"{op.module_path} has a slope for each of them")
                 return
             self._along(known, op.module_path, ("weight",))
         self._channels[id(op.outputs[0])] = known
+
+    def _runs_once(self, path: str) -> bool:
+        """Whether a module is called once, and nobody else reads its tensors."""
+        return self._calls.get(path, 0) == 1 and path not in self._read_again
 
     def _along(self, channels: Channels, path: str, names: tuple[str, ...]) -> None:
         """Record one-dimensional tensors that have an entry for each channel."""
@@ -235,6 +253,17 @@ def _aligned(first: Channels, second: Channels) -> bool:
     return first.dim == second.dim and shapes[0] == shapes[1]
 
 
+def _is_own(op: Op) -> bool:
+    """Whether a layer's op reads the weight and the bias of the layer itself."""
+    states = {argument.name: argument.value.state for argument in op.arguments}
+    own = all(
+        state is not None and (op.module_path, name) in state.owners
+        for name, state in states.items()
+        if name != "input"
+    )
+    return own and "weight" in states and states["input"] is None
+
+
 def _channel_dim(layer: nn.Module, value: Value) -> int:
     """Return the channel dimension of a layer's input or output."""
     places = () if isinstance(layer, nn.Linear) else getattr(layer, "kernel_size", ())
@@ -250,10 +279,3 @@ def _zero_channels(weight: torch.Tensor, axis: int) -> torch.Tensor:
 def _zero_bias(layer: Any, size: int) -> torch.Tensor:
     """Return which channels of a layer get no bias, bool ``[C]``."""
     return torch.ones(size, dtype=torch.bool) if layer.bias is None else layer.bias.detach().cpu() == 0
-
-
-def widths(padding: Any) -> tuple[int, ...]:
-    """Return how far a convolution pads, dimension by dimension; 1 for ``"same"``."""
-    if isinstance(padding, str):
-        return (0,) if padding == "valid" else (1,)
-    return (padding,) if isinstance(padding, int) else tuple(padding)

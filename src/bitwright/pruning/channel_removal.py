@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
-from bitwright.program import preserved_state
 
+from ._channel_moves import widths
 from ._channel_spaces import Reader, Space, Tensor
-from ._channels import CONVS, TRANSPOSED, ChannelAnalysis, widths
+from ._channel_trial import OutputDiffersError, Trial, run
+from ._channels import CONVS, TRANSPOSED, ChannelAnalysis
 from .spec import PruneImplBase
 
 __all__ = ["ShrinkReport", "shrink"]
 
-_TOLERANCE = 1e-4
-_ROUNDINGS = 8  # of the output's dtype that a folded constant may cost
+
+_UNCUT = "its weight is read more than once, or compressed in another way too"
 
 
 @dataclass(slots=True)
@@ -52,7 +51,11 @@ class ShrinkReport:
 
 
 def shrink(
-    model: nn.Module, example_inputs: tuple[Any, ...] = (), *, example_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    keep: Collection[str] = (),
 ) -> ShrinkReport:
     """Remove output channels whose weights are all zero, in place, with everything that belongs to them.
 
@@ -61,32 +64,72 @@ def shrink(
     branches of a residual add. Channels stay where the graph does not allow it: at the output of the model, where ops
     mix channels, where a constant other than zero meets padding.
 
-    Masks on weights that are not compressed otherwise are made permanent, and their simulators removed. The result is
-    compared with the model before on the example inputs in eval mode.
+    Masks on weights that are not compressed otherwise are made permanent, and their simulators removed. All that is
+    first done to a copy, whose output on the example inputs in eval mode must be the model's.
 
     Args:
-        model: a module, pruned by :class:`~bitwright.pruning.MagnitudePruner` or otherwise.
+        model: a module, pruned by :class:`~bitwright.pruning.MagnitudePruner` or otherwise; no captured graph.
         example_inputs: positional inputs of the model.
         example_kwargs: keyword inputs of the model.
+        keep: paths of layers, or of modules around them, whose output channels stay.
 
     Raises:
-        RuntimeError: the model's forward raised, or the outputs would not be the same; the model is as it was.
+        TypeError: the model is a captured graph, whose sizes are fixed.
+        ValueError: a path in ``keep`` names no module.
+        RuntimeError: the model's forward raised, or would raise or return something else with fewer channels, which
+            names the layers to blame; the model is as it was.
     """
     kwargs = dict(example_kwargs or {})
-    before = _run(model, example_inputs, kwargs)
-    report = ShrinkReport(parameters_before=_count(model))
+    _check_arguments(model, keep)
+    before = run(model, example_inputs, kwargs)
     traced = trace_weights(model, example_inputs, kwargs)
     analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, _count_calls(model, example_inputs, kwargs))
+    report = ShrinkReport(kept=dict.fromkeys(analysis.uncut, _UNCUT), parameters_before=_count(model))
+    _keep(analysis.spaces, keep)
     constants = _constants(model, analysis.spaces, example_inputs, kwargs)
     cuts = [_Cut(space, _removable(space, constants, report)) for space in analysis.spaces]
-    trial = copy.deepcopy(model)
-    _apply(trial, cuts, constants)
-    _compare(before, _run(trial, example_inputs, kwargs))
-    del trial
-    _apply(model, cuts, constants)
+
+    def apply(target: nn.Module, chosen: Sequence[_Cut]) -> None:
+        _apply(target, chosen, constants)
+
+    trial = Trial(model, apply, before, example_inputs, kwargs)
+    failure = trial.failure(cuts)
+    if failure is not None:
+        raise _refusal(trial, [cut for cut in cuts if bool(cut.removable.any())], failure) from failure
+    apply(model, cuts)
     report.removed = _removed(cuts)
     report.parameters_after = _count(model)
     return report
+
+
+def _check_arguments(model: nn.Module, keep: Collection[str]) -> None:
+    if isinstance(model, fx.GraphModule):
+        raise TypeError(
+            "shrink() takes the module itself, not a captured graph, in which sizes are fixed. Prune and shrink the "
+            "module first, and capture or prepare it in graph mode afterwards."
+        )
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    if isinstance(keep, str) or not paths.issuperset(keep):
+        wrong = repr(keep) if isinstance(keep, str) else ", ".join(sorted(repr(p) for p in keep if p not in paths))
+        raise ValueError(f"keep takes a list of paths of modules, as in model.named_modules(), which {wrong} is not.")
+
+
+def _keep(spaces: list[Space], paths: Collection[str]) -> None:
+    for space in spaces:
+        if any(writer == path or writer.startswith(f"{path}.") for writer in space.writers for path in paths):
+            space.fix("keep names them")
+
+
+def _refusal(trial: Trial[_Cut], cuts: list[_Cut], failure: Exception) -> RuntimeError:
+    """Return the error that says which layers' channels cannot go."""
+    blamed = trial.to_blame(cuts) if cuts else []
+    layers = list(dict.fromkeys(path for cut in blamed for path in cut.space.writers))
+    kind = "" if isinstance(failure, OutputDiffersError) else f"{type(failure).__name__}: "
+    return RuntimeError(
+        f"Without the channels of {layers}, the model would not compute what it does: {kind}{failure}. Its forward "
+        "depends on their number or order in a way that the trace does not show, such as a size that is written into "
+        f"the code. Nothing was removed. Pass keep={layers} to shrink the other layers."
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +150,7 @@ def _removed(cuts: list[_Cut]) -> dict[str, tuple[int, int]]:
     return {path: (before, after) for path, (before, after) in sizes.items() if after < before}
 
 
-def _apply(model: nn.Module, cuts: list[_Cut], constants: Mapping[str, torch.Tensor]) -> None:
+def _apply(model: nn.Module, cuts: Sequence[_Cut], constants: Mapping[str, torch.Tensor]) -> None:
     """Make masks permanent, fold constants into biases, and cut tensors."""
     _make_masks_permanent(model)
     going: dict[tuple[str, str, int], list[tuple[Tensor, torch.Tensor]]] = defaultdict(list)
@@ -119,24 +162,6 @@ def _apply(model: nn.Module, cuts: list[_Cut], constants: Mapping[str, torch.Ten
                 going[tensor.path, tensor.attribute, tensor.axis].append((tensor, cut.removable))
     for (path, attribute, axis), stretches in going.items():
         _cut(model.get_submodule(path), attribute, axis, stretches)
-
-
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    with preserved_state(model):
-        output = model(*args, **kwargs)
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def _compare(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
-    for old, new in zip(before, after, strict=True):
-        scale = float(old.abs().max()) if old.numel() else 0.0
-        off = float((old - new).abs().max()) if old.numel() and old.is_floating_point() else 0.0
-        tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(old.dtype).eps) if old.is_floating_point() else 0.0
-        if off > tolerance * max(scale, 1.0):
-            raise RuntimeError(
-                f"Removing channels would change the output by {off:.3g} (largest value {scale:.3g}), so nothing was "
-                "removed. The model's forward depends on its channels in a way that the trace does not show."
-            )
 
 
 def _count(model: nn.Module) -> int:
@@ -180,7 +205,7 @@ def _count_calls(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         for path, module in model.named_modules()
     ]
     try:
-        _run(model, args, kwargs)
+        run(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -238,7 +263,7 @@ def _constants(
 
     handles = [reader.module.register_forward_pre_hook(note(reader)) for reader in readers.values()]
     try:
-        _run(model, args, kwargs)
+        run(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

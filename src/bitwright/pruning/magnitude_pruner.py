@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, ClassVar, Self
@@ -176,6 +176,7 @@ class MagnitudePruner(WeightCompressor):
         model: nn.Module | None = None,
         *,
         example_kwargs: Mapping[str, Any] | None = None,
+        keep: Collection[str] = (),
     ) -> ShrinkReport:
         """Make the masks permanent and remove channels of zeros, in place; see :func:`bitwright.pruning.shrink`.
 
@@ -185,13 +186,16 @@ class MagnitudePruner(WeightCompressor):
             example_inputs: positional inputs of the model.
             model: a prepared model; the one that ``prepare`` returned when None.
             example_kwargs: keyword inputs of the model.
+            keep: paths of layers, or of modules around them, whose output channels stay.
 
         Raises:
+            TypeError: the model is a captured graph.
+            ValueError: a path in ``keep`` names no module.
             RuntimeError: the model is not prepared, a mode is active, its forward raised, or the outputs would differ.
         """
         self._require_idle("shrink()")
         target = self._target(model, "shrink()")
-        report = shrink(target, example_inputs, example_kwargs=example_kwargs)
+        report = shrink(target, example_inputs, example_kwargs=example_kwargs, keep=keep)
         if not unique_simulators(target, CompressionSimulatorBase):
             self._unmark_model(target)
         return report
