@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -80,6 +81,36 @@ def test_wide_int8_layers_are_integer_products_that_do_not_round_biases(mode, tm
     assert not {"QLinearConv", "QGemm", "Conv", "Gemm", "MatMul"} & set(kinds)
     for inputs in (x,) if mode == "graph" else (x, torch.randn(1, 48, 7, 12)):
         assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
+
+
+class TiedLayers(nn.Module):
+    """Pairs of layers with one weight, whose biases and strides are their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = nn.Conv2d(48, 48, 3, padding=1)
+        self.far = nn.Conv2d(48, 48, 3, stride=2, padding=2, dilation=2)
+        self.up, self.down = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.far.weight, self.down.weight = self.near.weight, self.up.weight
+        for layer in (self.near, self.far, self.up, self.down):
+            nn.init.normal_(layer.bias)
+
+    def forward(self, x):
+        x = torch.relu(self.far(torch.relu(self.near(x)))).flatten(2).mT
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_layers_with_one_weight_keep_their_own_biases_and_strides(mode, tmp_path):
+    torch.manual_seed(0)
+    model, x = TiedLayers().eval(), torch.randn(2, 48, 9, 8)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    path = _exported(ready, x, tmp_path, integer_kernels="exact")
+    assert _kinds_at_run_time(path).count("MatMulIntegerToFloat") == 4
+    codes = [i for i in onnx.load(path).graph.initializer if i.data_type == onnx.TensorProto.INT8]
+    sizes = [math.prod(i.dims) for i in codes if not i.name.endswith("zero_point")]
+    assert sum(sizes) == model.near.weight.numel() + model.up.weight.numel()
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB
 
 
 def test_layers_stay_whole_for_other_readers(tmp_path):

@@ -53,15 +53,16 @@ class NodeBuilder:
         self._number = number
         self._count = 0
 
-    def initializer(self, tensor: torch.Tensor, name: str, narrow: str | None = None) -> Any:
+    def initializer(self, tensor: torch.Tensor, name: str, narrow: str | None = None, *, shared: bool = True) -> Any:
         """Add an initializer, or return the one of this name that is already there.
 
         Args:
             tensor: its values.
             name: last part of its name.
             narrow: name of a 4-bit type to store the values in.
+            shared: with builders of the same prefix; False for what belongs to this builder's nodes alone.
         """
-        full = f"{self._prefix}_{name}"
+        full = f"{self._prefix}_{name}" if shared else f"{self._prefix}_{self._number}_{name}"
         if full in self._graph.initializers:
             return self._graph.initializers[full]
         tensor = tensor.detach().cpu().contiguous()

@@ -127,7 +127,8 @@ def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
             continue
         rows = _convolved(build, layer) if layer.node.op_type == "Conv" else _multiplied(build, layer)
         rank = layer.codes.ndim
-        result = build("Sub", [rows, build.initializer(torch.from_numpy(-layer.bias), "negative_bias")])
+        bias = build.initializer(torch.from_numpy(-layer.bias), "negative_bias", shared=False)
+        result = build("Sub", [rows, bias])
         if layer.node.op_type == "Conv":
             result = build("Transpose", [result], {"perm": [0, rank - 1, *range(1, rank - 1)]})
         replace_value(layer.result, result)
@@ -153,7 +154,9 @@ def _layer(node: Any) -> _Layer | None:
         return None
     if bias is None or bias.const_value is None:
         return None
-    return _Layer(node, x, weight, bias.const_value.numpy().reshape(-1), result)
+    values: np.ndarray[Any, Any] = bias.const_value.numpy()
+    is_vector = values.size == (values.shape[-1] if values.ndim else 1)
+    return _Layer(node, x, weight, values.reshape(-1), result) if is_vector else None
 
 
 def _is_plain(gemm: Any) -> bool:
@@ -202,7 +205,7 @@ def _padded(build: NodeBuilder, layer: _Layer, codes: Any, rank: int) -> Any:
     pads = layer.attributes.get("pads", [0] * (2 * rank))
     if not any(pads):
         return codes
-    widths = build.initializer(torch.tensor([0, *pads[:rank], 0, 0, *pads[rank:], 0]), "pads")
+    widths = build.initializer(torch.tensor([0, *pads[:rank], 0, 0, *pads[rank:], 0]), "pads", shared=False)
     return build("Pad", [codes, widths, layer.x.inputs[2]])
 
 
@@ -211,14 +214,18 @@ def _patches(build: NodeBuilder, layer: _Layer, codes: Any, axes: Sequence[int])
     kernel = layer.codes.shape[2:]
     strides = layer.attributes.get("strides", [1] * len(axes))
     dilations = layer.attributes.get("dilations", [1] * len(axes))
+
+    def numbers(values: Sequence[int], name: str) -> Any:
+        return build.initializer(torch.tensor(values), name, shared=False)
+
     parts = []
     for position in np.ndindex(*kernel):
         starts = [place * dilation for place, dilation in zip(position, dilations, strict=True)]
         behind = [(size - 1) * step - start for size, step, start in zip(kernel, dilations, starts, strict=True)]
-        limits = {"starts": starts, "ends": [-rest if rest else _END for rest in behind], "axes": axes}
+        ends = [-rest if rest else _END for rest in behind]
         label = "_".join(map(str, position))
-        inputs = [build.initializer(torch.tensor(values), f"{name}_{label}") for name, values in limits.items()]
-        parts.append(build("Slice", [codes, *inputs, build.initializer(torch.tensor(strides), "strides")]))
+        limits = [numbers(starts, f"starts_{label}"), numbers(ends, f"ends_{label}")]
+        parts.append(build("Slice", [codes, *limits, numbers(axes, "axes"), numbers(strides, "strides")]))
     if len(parts) == 1:
         return parts[0] if any(stride > 1 for stride in strides) else codes
     return build("Concat", parts, {"axis": len(axes) + 1})
