@@ -128,7 +128,8 @@ class _BaseModelCompressor(ABC):
                 "model itself; or prepare the float model anew."
             )
         raise RuntimeError(
-            f"Model must be prepared before {action}. Call {type(self).__name__}.prepare(example_inputs) first."
+            f"Model must be prepared before {action}. Model has not been prepared: call "
+            f"{type(self).__name__}.prepare(example_inputs) first."
         )
 
     @staticmethod

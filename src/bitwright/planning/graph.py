@@ -30,7 +30,7 @@ from .sharing import DisjointSets
 from .slots import SlotTable, build_slots
 from .states import decide_states, state_input_problems
 from .unmatched import unmatched_problems
-from .weight_views import link_views
+from .weight_views import link_views, moved_states
 
 __all__ = ["GraphDecisions", "boundary_paths", "plan_graph_quantization"]
 
@@ -82,7 +82,8 @@ def plan_graph_quantization(
     for decision in decide_states(program, rules, _rules_of(chains), rank_of=lambda op: ranks[id(op)]).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))
     builder.add_unread(program, "no output of the model depends on it")
-    table = build_slots(program, chains)
+    weights = {placement.state.name for placement in builder.plan.placements if placement.state is not None}
+    table = build_slots(program, chains, moved_states(program, weights))
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)

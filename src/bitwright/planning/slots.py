@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,28 +112,28 @@ class SlotTable:
         return slot
 
 
-def build_slots(program: Program, chains: Sequence[Chain]) -> SlotTable:
+def build_slots(program: Program, chains: Sequence[Chain], simulated: AbstractSet[int] = frozenset()) -> SlotTable:
     """Return the slots of a program with the demands of its chains.
 
     Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, values that hold mask
     sentinels or of which every digit matters, and tensors that an op writes to in place while others still look at
-    them, have no slots.
+    them, have no slots. Neither have values whose ``id`` is in ``simulated``: their numbers are on a grid already.
     """
-    builder = _Builder(program, chains)
+    builder = _Builder(program, chains, simulated)
     for op in program.ops:
         builder.add(op)
     return builder.table
 
 
 class _Builder:
-    def __init__(self, program: Program, chains: Sequence[Chain]) -> None:
+    def __init__(self, program: Program, chains: Sequence[Chain], simulated: AbstractSet[int]) -> None:
         self.table = SlotTable()
         self.by_primary = {id(chain.primary): chain for chain in chains}
         self.by_last = {id(chain.last): chain for chain in chains}
         self.inner = {id(op) for chain in chains for op in chain.ops}
         self.facts = known_ranges(program)
         exact = exact_values(program)
-        self.excluded = sentinel_values(program) | mutated_roots(program) | exact.values
+        self.excluded = sentinel_values(program) | mutated_roots(program) | exact.values | simulated
         self.exact_ops = exact.ops
 
     def add(self, op: Op) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from bitwright.program import Argument, Op, Program, StateTensor, StateView, Value
 from bitwright.program.aten_names import canonical_name
 
+from .graph_ops import only_moves
 from .ops import operand_axes
 
-__all__ = ["link_views", "state_read_by"]
+__all__ = ["link_views", "moved_states", "state_read_by"]
 
 _CASTS = frozenset(
     {"to", "_to_copy", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "alias", "contiguous"}
@@ -44,6 +47,19 @@ def state_read_by(argument: Argument) -> StateTensor | None:
     if value.view is not None and (value.view.is_cast or operand_axes(argument) is not None):
         return value.view.state
     return None
+
+
+def moved_states(program: Program, names: AbstractSet[str]) -> set[int]:
+    """Return by ``id`` the values that hold numbers of the states called ``names``: these, and their views and cuts."""
+    found: set[int] = set()
+    for op in program.ops:
+        for argument in op.arguments:
+            if argument.value.state is not None and argument.value.state.name in names:
+                found.add(id(argument.value))
+        moves = only_moves(op) or canonical_name(op.type) == "flatten"
+        if moves and op.arguments and id(op.arguments[0].value) in found:
+            found.update(map(id, op.outputs))
+    return found
 
 
 def _is_operand(use: Argument) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from tests.lambda_module import Lambda
 
 from .networks import calibrated
@@ -47,3 +48,34 @@ def test_a_parameter_behind_flatten_has_a_simulator_of_its_own() -> None:
     assert groups["flatten[input]"] == groups["flatten[output 0]"] != groups["linear[output 0]"]
     prepared = calibrated(quantizer, (x,))
     assert (prepared(x) - model(x)).abs().max() < 0.02 * model.offset.abs().max()
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flatten": torch.flatten,
+    "view": lambda w: w.view(8),
+    "reshape of a transposition": lambda w: w.T.reshape(8),
+    "cut": lambda w: w.split([1, 1])[1].expand(2, 4).reshape(8),
+}
+
+
+@pytest.mark.parametrize(("view", "key"), [*((view, "module") for view in VIEWS), ("flatten", "op"), ("cut", "op")])
+def test_a_parameter_with_a_spec_of_its_own_is_quantized_once(view: str, key: str) -> None:
+    """Behind a view its numbers lie on the grid of its own spec; a second, other grid would round them again."""
+
+    def forward(s: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + VIEWS[view](s.offset)
+
+    torch.manual_seed(0)
+    model = Lambda(forward).eval()
+    model.offset = nn.Parameter(torch.randn(2, 4))
+    spec = {"offset": QuantizationSpec(dtype="int4")}
+    sections = {"op_state_spec": spec} if key == "op" else {"op_state_spec": None, "module_state_spec": spec}
+    rules = ModuleQuantizerConfig(op_output_spec=None, **sections)
+    config = QuantizerConfig(global_config=None, module_name_configs={"": rules})
+    x = torch.zeros(3, 8)
+    quantizer = Quantizer(model, config)
+    simulated = [row.tensor for row in quantizer.plan((x,)) if row.spec is not None]
+    assert simulated == ["offset", "add[input]"]
+    scale = model.offset.abs().max() / 7.5
+    grid = (model.offset / scale).round().clamp(-8, 7) * scale
+    torch.testing.assert_close(quantizer.prepare((x,))(x), x + VIEWS[view](grid))
