@@ -114,9 +114,12 @@ class _BaseModelCompressor(ABC):
 
     @classmethod
     def _is_prepared_by_others(cls, model: nn.Module, is_own: Callable[[CompressionSimulatorBase], bool]) -> bool:
-        """Whether other techniques prepared the model, and this one did not, so that it may be put on top."""
-        found = [module for module in model.modules() if isinstance(module, CompressionSimulatorBase)]
-        return cls._is_model_prepared(model) and bool(found) and not any(map(is_own, found))
+        """Whether the model was prepared, but not with simulators of this technique, so that it may be put on top.
+
+        One that was prepared without finding anything to compress is such a model, too.
+        """
+        simulators = [module for module in model.modules() if isinstance(module, CompressionSimulatorBase)]
+        return cls._is_model_prepared(model) and not any(map(is_own, simulators))
 
     def _require_prepared(self, model: nn.Module, action: str = "this") -> None:
         if self._is_model_prepared(model):

@@ -114,6 +114,16 @@ class TestReading:
             ToyConfig.from_yaml(text)
         assert "line 4" in str(caught.value)
 
+    def test_errors_in_a_file_name_it(self, tmp_path: Path) -> None:
+        """With the line, where YAML knows it."""
+        path = tmp_path / "toy.yaml"
+        path.write_text("toy_config: [1, 2\n")
+        with pytest.raises(yaml.YAMLError, match=r'toy\.yaml", line 1'):
+            ToyConfig.from_yaml(path)
+        path.write_text("- 3\n")
+        with pytest.raises(ValueError, match=r"toy\.yaml: expected a mapping, got list"):
+            ToyConfig.from_yaml(path)
+
     def test_yaml_cannot_build_python_objects(self) -> None:
         with pytest.raises(yaml.YAMLError):
             ToyConfig.from_yaml("toy_config:\n  global_config: !!python/object/apply:os.getcwd []\n")

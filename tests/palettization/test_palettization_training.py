@@ -305,6 +305,8 @@ def test_foreign_states_are_refused():
     """Another version, another model, or a mode that is active: an error that changes nothing."""
     palettizer, _ = toy()
     state = palettizer.state_dict()
+    with pytest.raises(TypeError, match="got NoneType"):
+        palettizer.load_state_dict(None)
     with pytest.raises(ValueError, match="no state of a KMeansPalettizer"):
         palettizer.load_state_dict({"step_count": 3})
     with pytest.raises(ValueError, match=r"does not belong to this model.*nowhere"):

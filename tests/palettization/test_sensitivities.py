@@ -149,6 +149,35 @@ def test_gradients_that_are_not_finite_are_an_error():
     assert torch.equal(model.conv.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        ("mse", TypeError, "loss_fn must be a function"),
+        (lambda output, target: None, TypeError, "must return a tensor, got NoneType"),
+        (lambda output, target: output.detach().sum(), RuntimeError, "The loss has no gradient"),
+    ],
+)
+def test_losses_that_are_none(loss_fn, error, message):
+    """What is wrong with them is said at the call, and the palettes stay."""
+    model = ConvLinear()
+    palettizer = palettized(model, image())
+    before = model.conv.weight.detach().clone()
+    with pytest.raises(error, match=message), palettizer.calibration_mode(loss_fn=loss_fn) as helper:
+        helper.step(model(*image()), None)
+    assert torch.equal(model.conv.weight, before)
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path):
+    """Not after a long calibration, whose result would be lost."""
+    palettizer = palettized(ConvLinear(), image())
+    path = tmp_path / "missing" / "sensitivities.safetensors"
+    with (
+        pytest.raises(FileNotFoundError, match="folder that does not exist"),
+        palettizer.calibration_mode(loss_fn=F.cross_entropy, sensitivity_path=path),
+    ):
+        pytest.fail("the block must not run")
+
+
 def test_no_data_and_nesting_are_errors():
     """step() at least once, one mode at a time."""
     model = ConvLinear()

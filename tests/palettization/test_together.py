@@ -229,6 +229,18 @@ def test_weights_after_activations(weights):
         weights[-1](first).prepare(image())
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_technique_that_found_nothing_is_no_obstacle(mode):
+    """Blocks that do not divide leave all weights to the next one."""
+    model = nn.Sequential(nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 4)).eval()
+    example = (torch.randn(2, 20),)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w4_per_block(execution_mode=mode))
+    with pytest.warns(UserWarning, match="divi"):
+        prepared = quantizer.prepare(example)
+    MagnitudePruner(prepared).prepare(example)
+    assert bits_per_weight(prepared).bpw < 32
+
+
 def test_tied_masks_in_a_graph_leave_no_dense_weight_behind():
     """Core AI reads a sparse weight through a module of ops under one name; the other name holds nothing any more."""
     pytest.importorskip("coreai_torch")

@@ -75,12 +75,19 @@ class ConfigFile(StrictModel):
             ValueError: the document is not a mapping.
             yaml.YAMLError: the document is not YAML.
         """
-        content = yaml.load(_read(yaml_input, "\n"), _Loader)  # a SafeLoader
+        place = _place(yaml_input, "\n")
+        loader = _Loader(_read(yaml_input, "\n"))  # a SafeLoader
+        loader.name = place or loader.name  # what errors say
+        try:
+            content = loader.get_single_data()
+        finally:
+            loader.dispose()
         if content is None:
             warnings.warn(f"The YAML document for {cls.__name__} is empty; no config is built.", stacklevel=2)
             return None
         if not isinstance(content, dict):
-            raise ValueError(f"Invalid YAML: expected a mapping, got {type(content).__name__}.")
+            where = f" in {place}" if place else ""
+            raise ValueError(f"Invalid YAML{where}: expected a mapping, got {type(content).__name__}.")
         return cls.from_dict(content)
 
     @classmethod
@@ -138,11 +145,19 @@ class ConfigFile(StrictModel):
 
 def _read(source: str | Path | IO[str] | IO[bytes], text_mark: str) -> str | bytes:
     """Return the text of a path or file; a string that holds ``text_mark`` in the way only text does is text itself."""
-    if isinstance(source, str | Path):
-        text = str(source)
-        is_text = isinstance(source, str) and (text_mark in text if text_mark == "\n" else text.lstrip()[:1] == "{")
-        return text if is_text else Path(source).read_text(encoding="utf-8")
-    return source.read()
+    place = _place(source, text_mark)
+    if place is not None:
+        return Path(place).read_text(encoding="utf-8")
+    return source if isinstance(source, str) else source.read()  # type: ignore[union-attr]
+
+
+def _place(source: str | Path | IO[str] | IO[bytes], text_mark: str) -> str | None:
+    """Return the path that is meant; None for text and open files."""
+    if not isinstance(source, str | Path):
+        return None
+    text = str(source)
+    is_text = isinstance(source, str) and (text_mark in text if text_mark == "\n" else text.lstrip()[:1] == "{")
+    return None if is_text else text
 
 
 def _write(text: str, path: str | Path | None) -> str:

@@ -38,8 +38,11 @@ def load(model: nn.Module, schedules: ScheduleDriver, state: Mapping[str, Any]) 
     """Apply what ``save`` returned; return whether statistics have begun, and whether a calibration has ended.
 
     Raises:
+        TypeError: the state is no mapping.
         ValueError: the state is of another model or version; nothing has been changed.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"Expected what Quantizer.state_dict() returned, got {type(state).__name__}.")
     missing = {"version", "step_count", "calibrated", "progress"} - state.keys()
     if missing or state.get("version") != _VERSION:
         raise ValueError(

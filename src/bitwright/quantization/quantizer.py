@@ -283,6 +283,7 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Raises:
             RuntimeError: the model is not prepared, or a mode is active.
+            TypeError: the state is no mapping.
             ValueError: the state is of another model or another version.
         """
         self._require_prepared(self._model)

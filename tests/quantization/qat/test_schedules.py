@@ -187,6 +187,8 @@ def test_ranges_that_calibration_searched_for_stay_in_training(mode, kind):
 def test_foreign_states_are_refused():
     """Another version or another model is an error that changes nothing."""
     quantizer, _, _ = start("eager", "plain")
+    with pytest.raises(TypeError, match="got list"):
+        quantizer.load_state_dict([1])
     with pytest.raises(ValueError, match="no state of a Quantizer"):
         quantizer.load_state_dict({"step_count": 3})
     other, _, _ = start("eager", "lsq")

@@ -180,9 +180,13 @@ class KMeansPalettizer(WeightCompressor):
 
         Raises:
             RuntimeError: the model is not prepared, another mode is active, or ``step`` was never called.
+            TypeError: ``loss_fn`` is no function, or returns no tensor.
+            FileNotFoundError: the folder of ``sensitivity_path`` does not exist.
             ValueError: gradients were not finite.
         """
         target = self._target(model, "entering calibration mode")
+        if sensitivity_path is not None and not Path(sensitivity_path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"sensitivity_path={str(sensitivity_path)!r} is in a folder that does not exist.")
         places = palettized_places(target)
         with self._mode(target, _Lifecycle.CALIBRATING), dense_weights(places), torch.enable_grad():
             with gradients_of(target, places) as parameters:
@@ -310,10 +314,13 @@ class KMeansPalettizer(WeightCompressor):
 
         Raises:
             RuntimeError: the model is not prepared, or a mode is active.
+            TypeError: the state is no mapping.
             ValueError: the state is of another compressor, model or version; nothing has been changed.
         """
         target = self._target(None, "load_state_dict()")
         self._require_idle("load_state_dict()")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"Expected what KMeansPalettizer.state_dict() returned, got {type(state).__name__}.")
         if state.keys() != {"version", "step_count", "outdated"} or state["version"] != _STATE_VERSION:
             raise ValueError(
                 f"This is no state of a KMeansPalettizer (version {_STATE_VERSION}): it has {sorted(state)}, version "

@@ -129,6 +129,10 @@ class CalibrationHelper:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> None:
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function of output and target, got {type(loss_fn).__name__}: {loss_fn!r}."
+            )
         self.statistics = SensitivityStatistics()
         self._parameters = parameters
         self._loss_fn = loss_fn
@@ -139,10 +143,21 @@ class CalibrationHelper:
         Args:
             output: what the model made of the batch, with gradients.
             target: what the loss compares it with.
+
+        Raises:
+            TypeError: the loss is no tensor.
+            RuntimeError: it does not depend on the model's parameters by gradients.
         """
         for parameter in self._parameters.values():
             parameter.grad = None
         loss = self._loss_fn(output, target)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}: {loss!r}.")
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "The loss has no gradient. Compute the output in the `with` block, without no_grad, and let loss_fn use "
+                "operations that have gradients: no detach(), item(), argmax() or NumPy."
+            )
         (loss if loss.ndim == 0 else loss.sum()).backward()  # type: ignore[no-untyped-call]
         self.statistics.add(
             (name, parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
