@@ -155,8 +155,8 @@ class CalibrationHelper:
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}: {loss!r}.")
         if not loss.requires_grad:
             raise RuntimeError(
-                "The loss has no gradient. Compute the output in the `with` block, without no_grad, and let loss_fn use "
-                "operations that have gradients: no detach(), item(), argmax() or NumPy."
+                "The loss has no gradient. Compute the output in the `with` block, without no_grad, and let loss_fn "
+                "use operations that have gradients: no detach(), item(), argmax() or NumPy."
             )
         (loss if loss.ndim == 0 else loss.sum()).backward()  # type: ignore[no-untyped-call]
         self.statistics.add(
