@@ -63,7 +63,7 @@ def test_modes_do_not_nest_and_need_a_prepared_model(tokens):
     quantizer = Quantizer(TinyTransformer(), QuantizerConfig(execution_mode="eager"))
     with pytest.raises(RuntimeError, match="must be prepared before"), quantizer.calibration_mode():
         pass
-    with pytest.raises(RuntimeError, match="must be prepared before finalization. Model has not been prepared"):
+    with pytest.raises(RuntimeError, match=r"must be prepared before finalization\. Model has not been prepared"):
         quantizer.finalize()
     quantizer.prepare((tokens,))
     with quantizer.training_mode(), pytest.raises(RuntimeError, match="Nested modes"), quantizer.training_mode():
