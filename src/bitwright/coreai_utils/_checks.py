@@ -21,7 +21,7 @@ def member(kind: type[_E], value: object, name: str) -> _E:
         return kind(value)
     except ValueError:
         choices = ", ".join(f"{kind.__name__}.{entry.name}" for entry in kind)
-        raise ValueError(f"{name} must be one of {choices}; got {value!r}.") from None
+        raise ValueError(f"Invalid {name} {value!r}: it must be one of {choices}.") from None
 
 
 def one_of(value: _E, choices: Collection[_E], name: str, reason: str = "") -> None:
@@ -33,7 +33,8 @@ def one_of(value: _E, choices: Collection[_E], name: str, reason: str = "") -> N
     if value not in choices:
         listed = ", ".join(f"{type(value).__name__}.{entry.name}" for entry in choices)
         because = f" ({reason})" if reason else ""
-        raise ValueError(f"{name} must be one of {listed}{because}; got {type(value).__name__}.{value.name}.")
+        got = f"{type(value).__name__}.{value.name}"
+        raise ValueError(f"Invalid {name} {got}: it must be one of {listed}{because}.")
 
 
 def positive(value: object, name: str, minimum: int = 1) -> int:
@@ -54,7 +55,7 @@ def bits(value: object, choices: Collection[int], name: str) -> int:
         ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+        raise ValueError(f"Invalid {name} {value!r}: it must be one of {', '.join(map(str, choices))}.")
     return value
 
 

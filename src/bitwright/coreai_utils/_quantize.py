@@ -63,7 +63,8 @@ def quantize_weights(
     dtype = member(DType, dtype, "dtype")
     qscheme = member(QScheme, qscheme, "qscheme")
     granularity = member(CompressionGranularity, granularity, "granularity")
-    one_of(dtype, _DATA_DTYPES, "dtype", "E8M0 is a format for scales")
+    if dtype not in _DATA_DTYPES:
+        raise ValueError(f"Unsupported weight dtype DType.{dtype.name}: it is a format for scales.")
     one_of(granularity, _GRANULARITIES, "granularity", "grouped channels are for palettize_weights")
     positive(block_size, "block_size")
     positive(weight_num_threshold, "weight_num_threshold", minimum=0)
@@ -85,13 +86,19 @@ def _check_float_format(
     dtype: DType, qscheme: QScheme, granularity: CompressionGranularity, block_size: int, scale_dtype: DType | None
 ) -> None:
     if not dtype.is_int() and qscheme is not QScheme.SYMMETRIC:
-        raise ValueError(f"DType.{dtype.name} has no zero point: use QScheme.SYMMETRIC, got QScheme.{qscheme.name}.")
+        raise ValueError(
+            f"Asymmetric quantization to DType.{dtype.name} is not supported, because the format has no zero point: "
+            f"use QScheme.SYMMETRIC, got QScheme.{qscheme.name}."
+        )
     if scale_dtype is not None and dtype not in _FP8:
-        raise ValueError(f"scale_dtype is for FP8_E4M3FN and FP8_E5M2; with DType.{dtype.name} leave it None.")
+        kind = "integer" if dtype.is_int() else "FP4"
+        raise ValueError(
+            f"scale_dtype must be None for {kind} dtype DType.{dtype.name}; it is for FP8_E4M3FN and FP8_E5M2."
+        )
     is_mx = granularity is CompressionGranularity.PER_BLOCK and block_size == _FP4_BLOCK
     if dtype is DType.FP4_E2M1FN and not is_mx:
         raise ValueError(
-            f"DType.FP4_E2M1FN needs granularity PER_BLOCK and block_size {_FP4_BLOCK}; "
+            f"DType.FP4_E2M1FN requires granularity PER_BLOCK and block_size {_FP4_BLOCK}; "
             f"got {granularity.name} and {block_size}."
         )
 

@@ -60,7 +60,10 @@ def sparsify_weights(
     if palettize_nbits is not None:
         bits(palettize_nbits, N_BITS, "palettize_nbits")
         if quantize_dtype is not None:
-            raise ValueError("quantize_dtype and palettize_nbits exclude each other; give one of them.")
+            raise ValueError(
+                "`quantize_dtype` and `palettize_nbits` cannot both be set; "
+                f"got {quantize_dtype!s} and {palettize_nbits!r}."
+            )
     positive(weight_num_threshold, "weight_num_threshold", minimum=0)
 
     def compress(weight: Weight) -> Emit:
@@ -77,17 +80,20 @@ def sparsify_weights(
 
 
 def _check_pattern(target_sparsity: float | None, block_size: int | None, n_m_ratio: tuple[int, int] | None) -> None:
-    if (target_sparsity is None) == (n_m_ratio is None):
+    if target_sparsity is None and n_m_ratio is None:
+        raise ValueError("One of `target_sparsity` or `n_m_ratio` must be set; both are None.")
+    if target_sparsity is not None and n_m_ratio is not None:
         raise ValueError(
-            "Give exactly one of target_sparsity and n_m_ratio (target_sparsity has a default: set it to None for "
-            f"n_m_ratio); got {target_sparsity!r} and {n_m_ratio!r}."
+            f"`target_sparsity` and `n_m_ratio` cannot both be set; got {target_sparsity!r} and {n_m_ratio!r}. "
+            "target_sparsity has a default: set it to None for n_m_ratio."
         )
     if target_sparsity is not None:
         is_number = isinstance(target_sparsity, int | float) and not isinstance(target_sparsity, bool)
         if not is_number or not 0.0 <= target_sparsity <= 1.0:
             raise ValueError(f"target_sparsity must be a number from 0 to 1; got {target_sparsity!r}.")
     if block_size is not None:
-        positive(block_size, "block_size", minimum=2)
+        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 2:
+            raise ValueError(f"`block_size` must be greater than 1, as an integer; got {block_size!r}.")
         if n_m_ratio is not None:
             raise ValueError(f"block_size goes with target_sparsity, not with n_m_ratio; got {block_size!r}.")
     if n_m_ratio is not None:
