@@ -41,24 +41,22 @@ class _DeprecatedMemberEnumMeta(enum.EnumMeta):
                 raise ValueError(f"Deprecated alias {old!r} of {name} hides the member of the same name.")
         return cls
 
-    def _resolve_deprecated(cls, old: str) -> Any:
+    def _resolve_deprecated(cls, old: str, written: str) -> Any:
         aliases: dict[str, str] = cls.__dict__["__deprecated_aliases__"]
         new = aliases[old]
-        warnings.warn(
-            f"{cls.__name__}.{old} is deprecated; use {cls.__name__}.{new}.", DeprecationWarning, stacklevel=3
-        )
+        warnings.warn(f"{written} is deprecated, use {cls.__name__}.{new} instead.", DeprecationWarning, stacklevel=3)
         return cls.__members__[new]
 
     def __getattr__(cls, name: str) -> Any:
         if name in cls.__dict__.get("__deprecated_aliases__", {}):
-            return cls._resolve_deprecated(name)
+            return cls._resolve_deprecated(name, f"{cls.__name__}.{name}")
         raise AttributeError(name)
 
     def __call__(cls, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, str) and not args and not kwargs and value not in cls._value2member_map_:
             for old in cls.__dict__.get("__deprecated_aliases__", {}):
                 if value.upper() == old.upper():
-                    return cls._resolve_deprecated(old)
+                    return cls._resolve_deprecated(old, f"{cls.__name__}({value!r})")
         return super().__call__(value, *args, **kwargs)
 
 

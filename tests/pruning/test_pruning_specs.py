@@ -114,6 +114,24 @@ def test_schedules_come_from_yaml_and_go_back(schedule):
     assert MagnitudePrunerConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        ConstantSparsitySchedule(begin_step=3),
+        PolynomialDecaySchedule(total_iters=7, power=1.5, update_frequency=2),
+        ChannelStructured(axis=1),
+        NMStructured(n=1, m=8),
+    ],
+)
+def test_schedules_and_schemes_are_built_from_their_own_dump(member):
+    """The class takes the ``type`` key that it wrote, and no other."""
+    kind = type(member)
+    assert kind.model_validate(member.model_dump()) == member
+    assert kind(**member.model_dump(mode="json")) == member
+    with pytest.raises(ValidationError, match=f"written with type '{kind.registry_key()}', got 'linear'"):
+        kind.model_validate(member.model_dump() | {"type": "linear"})
+
+
 def test_schema_lists_schemes_and_schedules():
     """Editors can complete the ``type`` keys."""
     text = str(MagnitudePrunerConfig.json_schema())

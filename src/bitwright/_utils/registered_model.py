@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -21,6 +22,18 @@ class RegisteredModel(BaseModel, ConfigRegistryMixin):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_own_key(cls, data: Any) -> Any:
+        """Take what ``model_dump`` wrote: the class's own key is no field, any other key is another class."""
+        if not isinstance(data, Mapping) or "type" not in data or "type" in cls.model_fields:
+            return data
+        fields = dict(data)
+        key, own = fields.pop("type"), cls.registry_key()
+        if key != own:
+            raise ValueError(f"{cls.__name__} is written with type {own!r}, got {key!r}.")
+        return fields
 
     @model_serializer(mode="plain")
     def _serialize_model(self) -> dict[str, Any]:

@@ -196,9 +196,17 @@ class TestExecutionMode:
         assert ExecutionMode.GRAPH == "graph"
         assert QuantizerConfig(execution_mode="eager").execution_mode is ExecutionMode.EAGER  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("get", [lambda: ExecutionMode.PT2E, lambda: ExecutionMode("pt2e")])
-    def test_the_old_name_works_with_a_warning(self, get: Any) -> None:
-        with pytest.warns(DeprecationWarning, match="GRAPH"):
+    @pytest.mark.parametrize(
+        ("get", "written"),
+        [
+            (lambda: ExecutionMode.PT2E, r"ExecutionMode\.PT2E"),
+            (lambda: ExecutionMode("pt2e"), r"ExecutionMode\('pt2e'\)"),
+            (lambda: QuantizerConfig(execution_mode="pt2e").execution_mode, r"ExecutionMode\('pt2e'\)"),
+        ],
+    )
+    def test_the_old_name_works_with_a_warning(self, get: Any, written: str) -> None:
+        """The warning quotes what was written."""
+        with pytest.warns(DeprecationWarning, match=rf"^{written} is deprecated, use ExecutionMode\.GRAPH instead"):
             assert get() is ExecutionMode.GRAPH
 
     def test_set_execution_mode(self) -> None:

@@ -150,6 +150,7 @@ def test_granularities_are_values_with_a_type_key(granularity: QuantizationGranu
     assert QuantizationGranularity.REGISTRY[dumped["type"]] is type(granularity)
     again = QuantizationGranularity.maybe_build_from_dict(dumped)
     assert again == granularity
+    assert type(granularity).model_validate(dumped) == granularity
     assert hash(again) == hash(granularity)
     with pytest.raises(ValidationError):
         granularity.axis = 3

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer
+from pydantic import Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from bitwright._utils.registry_utils import ConfigRegistryMixin
+from bitwright._utils.registered_model import RegisteredModel
 from bitwright.config.spec import CompressionTargetTensor
 
 from .errors import _BlockSizeMismatchError
@@ -67,15 +67,13 @@ def _normalized(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-class QuantizationGranularity(BaseModel, ConfigRegistryMixin, ABC):
+class QuantizationGranularity(RegisteredModel, ABC):
     """Base class of granularities. Frozen and hashable; written as a mapping with a ``type`` key.
 
     Attributes:
         axis: the dimension that the granularity is about, or None where that has no meaning or is still to be
             resolved from the op that consumes the tensor.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     axis: int | None = None
 
@@ -109,10 +107,6 @@ class QuantizationGranularity(BaseModel, ConfigRegistryMixin, ABC):
         if not isinstance(granularity, PerChannelGranularity) or granularity.axis is None:
             return None
         return granularity.axis % tensor_ndim if granularity.axis < 0 else granularity.axis
-
-    @model_serializer(mode="plain")
-    def _serialize_model(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in type(self).model_fields} | {"type": type(self).registry_key()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
