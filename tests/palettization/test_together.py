@@ -16,7 +16,7 @@ from bitwright.inspection import bits_per_weight
 from bitwright.palettization import KMeansPalettizer, PalettizationSpec
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import ConstantSparsitySchedule
-from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
+from bitwright.quantization import ExecutionMode, ModuleQuantizerConfig, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import QuantizationSpec
 
 from .networks import ConvLinear, config_of, image
@@ -112,6 +112,36 @@ def test_palettized_weights_and_quantized_activations(makers):
     assert len(model.conv.weight.unique()) == 16
     assert any("quantize" in name for name, _ in model.named_modules())
     assert model(*image()).isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        prune,
+        palettize,
+        quantize,
+        lambda model: KMeansPalettizer(model, config_of(PalettizationSpec(enable_per_channel_scale=True))),
+        lambda model: KMeansPalettizer(model, config_of(PalettizationSpec(lut_qspec=QuantizationSpec(dtype="int8")))),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_core_ai_unpacks_are_no_activations(make, mode, dtype):
+    """Activations behind them are simulated; the weights themselves stay as they were finalized."""
+    torch.manual_seed(4)
+    model, (example,) = ConvLinear().eval().to(dtype), image()
+    example = example.to(dtype)
+    compressor = make(model)
+    compressor.prepare((example,))
+    finalized = compressor.finalize(backend=ExportBackend.CoreAI)
+    weights = [layer.weight.detach().clone() for layer in (finalized.conv, finalized.linear)]
+    quantizer = Quantizer(finalized, ACTIVATIONS.model_copy(update={"execution_mode": ExecutionMode(mode)}))
+    prepared = quantizer.prepare((example,))
+    simulators = [name for name, module in prepared.named_modules() if hasattr(module, "fake_quant_enabled")]
+    assert len(simulators) == {"eager": 4, "graph": 3}[mode], simulators
+    if mode == "eager":
+        for layer, weight in zip((prepared.conv, prepared.linear), weights, strict=True):
+            assert torch.equal(layer.weight, weight)
 
 
 def test_all_three():

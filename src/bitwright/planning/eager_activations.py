@@ -11,6 +11,7 @@ from bitwright.program import Argument, Op, Program, Value
 from .exact_values import exact_values
 from .known_ranges import sentinel_values
 from .plan import Site
+from .simulated_states import is_unpacked
 from .weight_views import state_read_by
 
 __all__ = ["ActivationRequest", "request_activations"]
@@ -26,7 +27,7 @@ def request_activations(
 
     A tensor that crosses the boundary of a module with ``module_input_spec`` or ``module_output_spec`` takes that spec
     instead, the innermost such module first. Values that hold mask sentinels are left alone, and so are those of which
-    every digit matters.
+    every digit matters. Weights that were finalized before stay weights.
     """
     exact = exact_values(program)
     excluded = sentinel_values(program) | exact.values
@@ -34,12 +35,17 @@ def request_activations(
         op_rule = op_rule_of(op)
         for argument in op.arguments if id(op) not in exact.ops else ():
             value = argument.value
-            if value.is_quantizable and id(value) not in excluded and state_read_by(argument) is None:
+            if value.is_quantizable and id(value) not in excluded and not _is_weight(argument):
                 yield from _request(_input(program, rules, op, op_rule, argument), Site(op, argument=argument))
         for value in op.outputs:
             if value.is_quantizable and id(value) not in excluded:
                 site = Site(op, output_index=value.output_index)
                 yield from _request(_output(program, rules, op, op_rule, value), site)
+
+
+def _is_weight(argument: Argument) -> bool:
+    """Whether the op reads a state, or what an earlier ``finalize`` left of one."""
+    return state_read_by(argument) is not None or is_unpacked(argument.value)
 
 
 _Found = tuple[SpecMatch, str, str]
