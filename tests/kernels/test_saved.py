@@ -158,7 +158,7 @@ def _relu_case(form: str, x: torch.Tensor, codes: bool, in_place: bool) -> tuple
 def test_a_relu_before_a_fake_quantizer_keeps_signs_only(
     shape: tuple[int, ...], dtype: torch.dtype, codes: bool, in_place: bool
 ) -> None:
-    """As codes, its result, which nobody reads any more, is freed; gradients are the same bits for every reader."""
+    """Its result, which nobody reads any more, is freed; gradients are the same bits for every reader."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
     x.view(-1)[::7] = 0.0
     x.view(-1)[3:6] = torch.tensor([math.nan, math.inf, -0.0])
@@ -167,7 +167,7 @@ def test_a_relu_before_a_fake_quantizer_keeps_signs_only(
     x.requires_grad_()
     mine, kept = _relu_case("auto", x, codes, in_place)
     expected, kept_before = _relu_case("reference", x, codes, in_place)
-    assert kept == (not codes)
+    assert not kept
     assert kept_before
     for first, second in zip(mine, expected, strict=True):
         assert_same(first, second)

@@ -114,7 +114,9 @@ async def _run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
         outputs = await function(
             inputs={name: array(_narrow(value)) for name, value in zip(names, inputs, strict=True)}
         )
-        return [torch.utils.dlpack.from_dlpack(value._tensor.to_dlpack()).clone() for value in outputs.values()]
+        # What the runtime returns is in no order.
+        arrays = [outputs[name]._tensor for name in function.desc.output_names]
+        return [torch.utils.dlpack.from_dlpack(array.to_dlpack()).clone() for array in arrays]
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

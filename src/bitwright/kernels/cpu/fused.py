@@ -17,7 +17,6 @@ from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, Layout, dense, layout_of
 from bitwright.kernels.reference import check_fit, check_running, is_state
-from bitwright.kernels.saved import marking
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_part, finish, observe_rows
@@ -135,7 +134,7 @@ def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layou
 def _run(x: torch.Tensor, forward: Callable[[torch.Tensor | None], torch.Tensor], layout: Layout) -> torch.Tensor:
     """Call ``forward`` with a mask for the gradient if one is wanted."""
     if x.requires_grad and torch.is_grad_enabled():
-        if x.numel() >= SMALL and marking(x):
+        if x.numel() >= SMALL:
             keep_signs(x, threads_for(layout.numel))
         return straight_through(x, forward, _new_mask(layout), partial(apply_mask, layout=layout))
     return forward(None)

@@ -16,7 +16,6 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.saved import marking
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
@@ -214,8 +213,7 @@ class ReadyCall:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
         else:
             mask = lasting_bytes(self.mask_bytes)
-            if unneeded or marking(x):
-                keep_signs(x, threads_for(self._layout.numel))
+            keep_signs(x, threads_for(self._layout.numel))
         return straight_through(
             x, partial(self.run_masked, x, in_place=unneeded and owns_memory(x)), mask, self.apply_mask
         )
