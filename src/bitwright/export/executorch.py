@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.artifact import CompressedTensor, QuantizedTensor
@@ -77,6 +77,7 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
         try:
             lowered = lower(model, weight, activation).model.eval()
             program = captured(lowered, example_inputs)
+            _dequantize_for_each_reader(program.graph_module)
             with converting("ExecuTorch"):
                 edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
                 target.write_bytes(edge.to_executorch().buffer)
@@ -89,6 +90,22 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
         else:
             break
     return target
+
+
+def _dequantize_for_each_reader(module: fx.GraphModule) -> None:
+    """Give every reader of a dequantized tensor a node of its own.
+
+    XNNPACK's partitioner joins ops that share one to a single sub-graph, through whatever other op stands between
+    them, and then finds that it has made a cycle.
+    """
+    names = ("quantized_decomposed::dequantize_per_tensor", "quantized_decomposed::dequantize_per_channel")
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or getattr(node.target, "name", str)() not in names:
+            continue
+        for user in list(node.users)[1:]:
+            with module.graph.inserting_before(user):
+                user.replace_input_with(node, module.graph.node_copy(node))
+    module.recompile()
 
 
 def _check(path: Path, program: Any, inputs: tuple[Any, ...], enough_db: float) -> None:
