@@ -245,17 +245,24 @@ class Quantizer(_Views, _BaseModelCompressor):
         return bool(self._schedules)
 
     @contextmanager
-    def evaluating(self) -> Iterator[Self]:
+    def evaluating(self, model: nn.Module | None = None) -> Iterator[Self]:
         """Evaluate in the middle of ``training_mode``: eval mode, observers off, fake quantization as scheduled.
 
+        Args:
+            model: a copy that was made in training mode, or takes over its buffers, such as an average of weights
+                (``torch.optim.swa_utils.AveragedModel``); its observers are on, also when training is over. The model
+                in training when None.
+
         Raises:
-            RuntimeError: outside ``training_mode``.
+            RuntimeError: outside ``training_mode``, and no model is given.
         """
-        if self._lifecycle is not _Lifecycle.TRAINING:
-            raise RuntimeError("evaluating() only has a meaning inside `with quantizer.training_mode():`.")
-        simulators = _simulators(self._training_model)
-        observing = [simulator for simulator in simulators if simulator._observer_on]
-        with module_mode(self._training_model, training=False):
+        if model is None and self._lifecycle is not _Lifecycle.TRAINING:
+            raise RuntimeError(
+                "evaluating() only has a meaning inside `with quantizer.training_mode():`, or for a copy of the model."
+            )
+        target = self._training_model if model is None else model
+        observing = [simulator for simulator in _simulators(target) if simulator.is_observing()]
+        with module_mode(target, training=False):
             for simulator in observing:
                 simulator.disable_observer()
             try:

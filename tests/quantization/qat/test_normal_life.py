@@ -84,9 +84,16 @@ def test_averaged_models(mode, kind):
             mean = [torch.lerp(m, p.detach(), share) for m, p in zip(mean, prepared.parameters(), strict=True)]
     for m, p in zip(mean, averaged.parameters(), strict=True):
         torch.testing.assert_close(m, p)
-    y = averaged.eval()(images()[0])
+    ranges = {name: b.clone() for name, b in averaged.named_buffers()}
+    with quantizer.evaluating(averaged):
+        y = averaged(images()[0])
+        assert torch.equal(averaged(images()[0]), y)
     assert y.isfinite().all()
     assert not torch.equal(y, prepared.eval()(images()[0]))
+    activations = [name for name in ranges if "running" in name and "qparams" in name]
+    assert bool(activations) == (kind == "plain")
+    for name in activations:
+        assert torch.equal(ranges[name], averaged.get_buffer(name)), name
 
 
 @both_modes

@@ -51,6 +51,11 @@ class SwitchedModule(DirectlyCalled):
         """Keep the quantization parameters as they are."""
         self.enable_observer(False)
 
+    def is_observing(self) -> bool:
+        """Return whether statistics are gathered."""
+        self._sync_switches()
+        return self._observer_on
+
     def is_disabled(self) -> bool:
         """Return whether the simulator took itself out of use, because its blocks do not divide the tensor."""
         self._sync_switches()
