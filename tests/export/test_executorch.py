@@ -66,27 +66,25 @@ def test_int8_layers_are_delegated_and_small(tmp_path):
     assert path.stat().st_size < 0.6 * dense
 
 
-class Attention(nn.Module):
-    """One head, written out: its operators read one quantized tensor several times."""
+class AroundErf(nn.Module):
+    """A sum reads what its other summand is made of, through an operator that XNNPACK lacks."""
 
     def __init__(self):
         super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.out = nn.Linear(16, 16)
+        self.first, self.inner, self.last = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.out(torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v)
+        x = self.first(x)
+        return self.last(x + torch.erf(self.inner(x)))
 
 
-@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
-def test_int8_attention_runs_in_xnnpack(mode, tmp_path, caplog):
-    """Though softmax is none of its int8 operators, nothing falls back to dense weights or other kernels."""
+def test_int8_layers_around_other_operators_run_in_xnnpack(tmp_path, caplog):
+    """Its partitioner joins readers of one dequantized tensor, and would find a cycle here and give up."""
     torch.manual_seed(0)
-    model, x = Attention().eval(), torch.randn(2, 5, 16)
-    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    model, x = AroundErf().eval(), torch.randn(2, 5, 16)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
-    assert sqnr(ready(x), found) > 25
+    assert sqnr(ready(x), found) > 35
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]
 
 
