@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from bitwright._utils.direct_calls import caller, pass_last, pass_through
+from bitwright.kernels import set_form
 from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
 
 from .test_shortcut import simulator
 
@@ -144,6 +146,38 @@ def test_overwriting_changes_no_result_and_no_gradient(name: str) -> None:
     expected_z, expected_gradient, _ = gradients(op, last=False)
     assert torch.equal(z, expected_z)
     assert torch.equal(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1 << 18,), (3, 5, 211, 97), (2, 64, 2048), (1 << 15, 5, 3)])
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_signs_of_a_relu_are_kept_with_the_mask(
+    shape: tuple[int, ...], dtype: torch.dtype, axis: int | None, last: bool
+) -> None:
+    """For every layout of rows: gradients are those of the reference, also through another reader of the ReLU."""
+    granularity = PerTensorGranularity() if axis is None else PerChannelGranularity(axis=axis % len(shape))
+    results = []
+    for form in ("auto", "reference"):
+        before = set_form(form)
+        try:
+            torch.manual_seed(2)
+            x = torch.randn(shape).to(dtype).requires_grad_()
+            mine = simulator(qscheme="asymmetric", granularity=granularity)
+            mine(x.detach().abs() * 0.6)
+            mine.disable_observer()
+            y = torch.relu(x * 2)
+            storage, other = y.untyped_storage(), y.float().mean() * 3
+            z = pass_last(mine, y) if last else mine(y)
+            del y
+            freed = storage.data_ptr() == z.data_ptr() or torch._C._storage_Use_Count(storage._cdata) == 1  # type: ignore[attr-defined]
+            assert freed == (form == "auto" and x.numel() >= 1 << 18)
+            (z.float().sum() + other).backward()
+            results.append((z.detach(), x.grad))
+        finally:
+            set_form(before)
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_what_somebody_holds_is_left_as_it_is() -> None:

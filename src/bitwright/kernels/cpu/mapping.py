@@ -58,6 +58,7 @@ __all__ = [
     "map_flat",
     "map_part",
     "map_rows",
+    "map_words",
     "mask_part",
     "row_parameters",
     "spread",
@@ -322,6 +323,18 @@ def map_flat(
                 )  # fmt: skip
 
 
+@inlined
+def map_words(
+    op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int, buffer: int,
+) -> None:  # fmt: skip
+    """Map the words ``begin`` to ``end`` as the layout has them; ``buffer`` has room for two vectors."""
+    if peek_i64(table + 24) != 0:
+        map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, buffer)
+    else:
+        map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, buffer)
+
+
 @compiled
 def map_part(
     op: int, x: int, in_dtype: int, y: int, out_dtype: int, mask: int, scales: int, points: int, origins: int,
@@ -346,14 +359,10 @@ def map_part(
         control: see ``first_part``.
     """
     room = vector_room()
-    flat = peek_i64(table + 24)
     part = first_part(control)
     while part < parts:
         begin, end = words * part // parts, words * (part + 1) // parts
-        if flat != 0:
-            map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
-        else:
-            map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
+        map_words(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, room)
         part = next_part(control, part)
 
 

@@ -8,12 +8,13 @@ between the operations of a model little of all that code is in a cache.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import SMALL, layout_of
+from bitwright.kernels.layout import LANES, SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
 from bitwright.kernels.straight_through import straight_through
@@ -22,11 +23,11 @@ from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
 from .fused import apply_mask, threads_for
 from .lanes import peek_f32, peek_f64, peek_i32, peek_i64, peek_u8, stack_room
-from .mapping import FAKE, map_flat, map_part, map_rows
+from .mapping import FAKE, map_part, map_words
 from .memory import empty_like, lasting_bytes, over
 from .native import DTYPES, native_grid, scheme_code
 from .ranges import join_parts, keys_of
-from .relu import keep_signs
+from .relu import keep_signs, map_and_sign_part, signs_to_keep
 from .threads import run_parts
 from .walking import vector_room
 
@@ -48,10 +49,7 @@ def map_ready(x: int, y: int, mask: int, job: int) -> None:
     dtype, words, table, grid = peek_i64(job), peek_i64(job + 8), peek_i64(job + 16), peek_i64(job + 24)
     scales, points, origins = peek_i64(job + 32), peek_i64(job + 40), peek_i64(job + 48)
     room = vector_room()
-    if peek_i64(table + 24) != 0:
-        map_flat(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, 0, words, room)
-    else:
-        map_rows(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, 0, words, room)
+    map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, 0, words, room)
 
 
 @compiled
@@ -209,25 +207,42 @@ class ReadyCall:
             unneeded: nobody but the caller holds the tensor, and the caller does not need it any more. Its memory then
                 becomes that of the result, unless an operation has saved it.
         """
-        if not self._large:
-            mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
-        else:
-            mask = lasting_bytes(self.mask_bytes)
-            keep_signs(x, threads_for(self._layout.numel))
-        return straight_through(
-            x, partial(self.run_masked, x, in_place=unneeded and owns_memory(x)), mask, self.apply_mask
-        )
+        signs = self._signs_to_write(x) if self._large else None
+        run = partial(self.run_masked, x, signs=signs, in_place=unneeded and owns_memory(x))
+        return straight_through(x, run, self._new_mask(), self.apply_mask)
 
-    def run_masked(self, x: torch.Tensor, mask: torch.Tensor | None, in_place: bool = False) -> torch.Tensor:
-        """Fake-quantize and fill the mask of ``mask_bytes`` bytes, if there is one."""
+    def _signs_to_write(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Bytes for the signs of a ReLU's result, if they are to be written together with the mask."""
+        layout = self._layout
+        threads = threads_for(layout.numel)
+        if layout.words == -(-layout.numel // LANES):
+            return signs_to_keep(x, threads)
+        keep_signs(x, threads)
+        return None
+
+    def _new_mask(self) -> torch.Tensor:
+        return lasting_bytes(self.mask_bytes) if self._large else torch.empty(self.mask_bytes, dtype=torch.uint8)
+
+    def run_masked(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        signs: torch.Tensor | None = None,
+        in_place: bool = False,
+    ) -> torch.Tensor:
+        """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, and of the signs."""
         bits = 0 if mask is None else mask.data_ptr()
         y = over(x) if in_place else empty_like(x) if self._large else torch.empty_like(x)
         if not self._large:
             _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
             return y
-        dtype = DTYPES[x.dtype]
-        arguments = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
-        run_parts(map_part, arguments, threads_for(self._layout.numel), (x, y, mask, self._alive))
+        dtype, count = DTYPES[x.dtype], self._layout.numel
+        run: Any = map_part
+        arguments: tuple[int, ...] = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
+        if signs is not None:
+            run = map_and_sign_part
+            arguments = (x.data_ptr(), dtype, y.data_ptr(), bits, *self._arguments, signs.data_ptr(), count)
+        run_parts(run, arguments, threads_for(count), (x, y, mask, signs, self._alive))
         return y
 
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:

@@ -16,42 +16,94 @@ from bitwright.kernels.layout import LANES
 from bitwright.kernels.saved import replace_saved
 
 from .arithmetic import load, store
-from .compiling import compiled
+from .compiling import compiled, inlined
 from .lanes import from_mask, load_mask, splat, store_mask
+from .mapping import FAKE, map_words
 from .memory import empty_like, lasting_bytes
 from .native import DTYPES
 from .threads import run_parts
 from .walking import VECTOR, copy, element_bytes, first_part, next_part, staged, vector_room
 
-__all__ = ["keep_signs"]
+__all__ = ["keep_signs", "map_and_sign_part", "signs_to_keep"]
 
 # Entry of a node's metadata: its result has been replaced. Asking for the result would make it anew.
 _DONE = "bitwright_keeps_signs"
+# Vectors that stay in the nearest cache from one loop to the next.
+_NEAR = 128
 
 
-@compiled
-def signs_part(x: int, dtype: int, mask: int, count: int, parts: int, control: int) -> None:
-    """Write a bit for each element: whether it is at most zero.
+@inlined
+def write_signs(x: int, dtype: int, signs: int, count: int, begin: int, end: int, room: int) -> None:
+    """Write a bit for each element of the vectors ``begin`` to ``end``: whether it is at most zero.
 
     Args:
         x: address of the elements.
         dtype: their dtype.
-        mask: address of the bits.
+        signs: address of the bits.
+        count: number of elements.
+        begin: first vector.
+        end: vector behind the last.
+        room: of a vector, for the last few elements.
+    """
+    size, nothing = element_bytes(dtype), splat(np.float32(0))
+    for word in range(begin, end):
+        at, rest = x + size * LANES * word, count - LANES * word
+        if rest >= LANES:
+            store_mask(signs + 2 * word, load(at, dtype) <= nothing)
+        else:
+            store_mask(signs + 2 * word, load(staged(at, room, size * rest), dtype) <= nothing)
+
+
+@compiled
+def map_and_sign_part(
+    x: int, dtype: int, y: int, mask: int, scales: int, points: int, origins: int, table: int, grid: int, words: int,
+    signs: int, count: int, parts: int, control: int,
+) -> None:  # fmt: skip
+    """``mapping.map_part`` for fake quantization, which also writes signs; the two may be one memory.
+
+    Args:
+        x: address of the input.
+        dtype: dtype of input and output.
+        y: address of the output, which may be that of the input.
+        mask: as for ``map_part``, like the arguments up to ``words``; no row ends within a vector.
+        scales: see ``map_part``.
+        points: see ``map_part``.
+        origins: see ``map_part``.
+        table: see ``map_part``.
+        grid: see ``map_part``.
+        words: see ``map_part``.
+        signs: address of the bits.
         count: number of elements.
         parts: see ``first_part``.
         control: see ``first_part``.
     """
-    size, words = element_bytes(dtype), (count + LANES - 1) // LANES
-    nothing = splat(np.float32(0))
     room = vector_room()
     part = first_part(control)
     while part < parts:
-        for word in range(words * part // parts, words * (part + 1) // parts):
-            at, rest = x + size * LANES * word, count - LANES * word
-            if rest >= LANES:
-                store_mask(mask + 2 * word, load(at, dtype) <= nothing)
-            else:
-                store_mask(mask + 2 * word, load(staged(at, room, size * rest), dtype) <= nothing)
+        last = words * (part + 1) // parts
+        for begin in range(words * part // parts, last, _NEAR):
+            end = min(begin + _NEAR, last)
+            write_signs(x, dtype, signs, count, begin, end, room)
+            map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, begin, end, room)
+        part = next_part(control, part)
+
+
+@compiled
+def signs_part(x: int, dtype: int, signs: int, count: int, parts: int, control: int) -> None:
+    """``write_signs`` for all elements.
+
+    Args:
+        x: address of the elements.
+        dtype: their dtype.
+        signs: address of the bits.
+        count: number of elements.
+        parts: see ``first_part``.
+        control: see ``first_part``.
+    """
+    words, room = (count + LANES - 1) // LANES, vector_room()
+    part = first_part(control)
+    while part < parts:
+        write_signs(x, dtype, signs, count, words * part // parts, words * (part + 1) // parts, room)
         part = next_part(control, part)
 
 
@@ -90,37 +142,52 @@ def _relu_node() -> Any:
         return type(torch.relu(torch.zeros(1, requires_grad=True)).grad_fn)
 
 
-def keep_signs(x: torch.Tensor, threads: int) -> None:
+def signs_to_keep(x: torch.Tensor, threads: int) -> torch.Tensor | None:
     """Have the ReLU whose result is ``x``, if one made it, keep the signs of the result only.
 
     Where somebody else sees to what is saved (``torch.autograd.graph.saved_tensors_hooks``), nothing is changed.
 
     Args:
         x: plain tensor on the CPU, of a dtype in ``native.DTYPES``, without holes.
-        threads: number of threads to run on.
+        threads: number of threads to run on in the backward pass.
+
+    Returns:
+        Bytes that the caller has to write the signs to, as ``signs_part`` does; None if nothing was changed.
     """
     node: Any = x.grad_fn
     if type(node) is not _relu_node() or _DONE in node.metadata:
-        return
+        return None
     try:
         kept = node._saved_result  # refuses a tensor that has been changed since
     except RuntimeError:
-        return
-    same = kept.data_ptr() == x.data_ptr() and kept.shape == x.shape and kept.stride() == x.stride()
-    if same:
-        node.metadata[_DONE] = True
-        replace_saved(node._raw_saved_result, partial(_signs, x.detach(), threads))
-
-
-def _signs(x: torch.Tensor, threads: int) -> Any:
-    """Note the signs of ``x``; the function returned makes a tensor of them."""
-    mask = lasting_bytes(2 * -(-x.numel() // LANES))
-    run_parts(signs_part, (x.data_ptr(), DTYPES[x.dtype], mask.data_ptr(), x.numel()), threads, (x, mask))
+        return None
+    if kept.data_ptr() != x.data_ptr() or kept.shape != x.shape or kept.stride() != x.stride():
+        return None
+    node.metadata[_DONE] = True
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return partial(_values, mask, like, threads)
+    made: list[torch.Tensor] = []
+
+    def shrink() -> Any:
+        made.append(lasting_bytes(2 * -(-like.numel() // LANES)))
+        return partial(_values, made[0], like, threads)
+
+    replace_saved(node._raw_saved_result, shrink)
+    return made[0] if made else None
 
 
-def _values(mask: torch.Tensor, like: torch.Tensor, threads: int) -> torch.Tensor:
-    y = empty_like(like, device=mask.device)
-    run_parts(values_part, (mask.data_ptr(), y.data_ptr(), DTYPES[y.dtype], y.numel()), threads, (mask, y))
+def keep_signs(x: torch.Tensor, threads: int) -> None:
+    """``signs_to_keep``, and write them.
+
+    Args:
+        x: see ``signs_to_keep``.
+        threads: number of threads to run on.
+    """
+    signs = signs_to_keep(x, threads)
+    if signs is not None:
+        run_parts(signs_part, (x.data_ptr(), DTYPES[x.dtype], signs.data_ptr(), x.numel()), threads, (x, signs))
+
+
+def _values(signs: torch.Tensor, like: torch.Tensor, threads: int) -> torch.Tensor:
+    y = empty_like(like, device=signs.device)
+    run_parts(values_part, (signs.data_ptr(), y.data_ptr(), DTYPES[y.dtype], y.numel()), threads, (signs, y))
     return y
