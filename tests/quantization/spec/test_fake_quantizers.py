@@ -58,6 +58,18 @@ def test_result_has_the_tensors_dtype(dtype: torch.dtype) -> None:
     assert x.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("calculator", ["static", "moving_average", "global_minmax"])
+@pytest.mark.parametrize("qscheme", ["symmetric", "asymmetric"])
+def test_double_precision_is_simulated_alike_while_observing_and_frozen(calculator: str, qscheme: str) -> None:
+    """Scales are float32 from the first tensor on, so that what calibration saw is what the frozen model computes."""
+    found = fake_quantizer(qscheme=qscheme, qparam_calculator_cls=calculator)
+    x = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    observing = found(x)
+    found.disable_observer()
+    assert observing.dtype == torch.float64
+    assert torch.equal(observing, found(x))
+
+
 def test_codes_and_values_go_back_and_forth() -> None:
     found = fake_quantizer(WEIGHT, dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=8))
     x = torch.randn(4, 16)
