@@ -160,8 +160,12 @@ QUICK_ACTIVATIONS = ["int8 symmetric zp", "int8 symmetric_with_clipping minval",
 )
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_activations_in_the_runtime(name, mode):
-    """The runtime's codes are the prepared model's, but for sums that round to the other side of a bound."""
+    """The runtime's codes are the prepared model's, but for sums that round to the other side of a bound.
+
+    An average of 64 codes would often lie on one; of 49, with the same scale, never.
+    """
     model, x = built(ConvNet)
+    x = x[..., :7, :7]
     quantizer, ready = prepared(model, x, W8, ACTIVATIONS[name], mode)
     expected = ready(x)
     program, _ = converted(quantizer.finalize(backend="coreai"), (x,))
