@@ -45,3 +45,31 @@ def test_a_rule_that_names_one_call_beats_the_default_of_the_other(name, dtype, 
         if isinstance(module, FakeQuantizeImplBase) and module.quantization_target == CompressionTargetTensor.WEIGHT
     ]
     assert found == expected
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("strong", ["first", "second"])
+@pytest.mark.parametrize(("states", "expected"), [({"bias": QuantizationSpec(dtype="int8")}, 1), ({}, 1), (None, 0)])
+def test_a_stronger_owner_that_does_not_name_a_tied_weight_leaves_it_to_the_others(mode, strong, states, expected):
+    """No key is no opinion, None is one."""
+    weak = "second" if strong == "first" else "first"
+    rules = {
+        weak: ModuleQuantizerConfig(**only_weight("int4")),
+        strong: ModuleQuantizerConfig(**(only_weight(None) | {"op_state_spec": states})),
+    }
+    config = QuantizerConfig(global_config=None, module_name_configs=rules, execution_mode=mode)
+    prepared = Quantizer(Tied(), config).prepare((torch.randn(2, 5),))
+    found = [module.dtype for module in prepared.modules() if isinstance(module, FakeQuantizeImplBase)]
+    assert found == [torch.int4] * expected
