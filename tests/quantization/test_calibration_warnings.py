@@ -41,8 +41,9 @@ def test_calibration_without_data(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_calibration_with_nothing_but_nan(mode: str) -> None:
     quantizer, prepared = quantizer_for(mode)
-    with quantizer.calibration_mode():
+    with pytest.warns(CalibrationWarning, match="BW104.*NaN in the data") as caught, quantizer.calibration_mode():
         prepared(BATCH * float("nan"))
+    assert caught[0].filename == __file__
     with pytest.warns(CalibrationWarning, match="BW104"):
         quantizer.finalize(backend="_torch")
 

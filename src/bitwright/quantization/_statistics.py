@@ -19,7 +19,7 @@ __all__ = [
     "has_searched_range",
     "running_activations",
     "unmeasured",
-    "warn_of_empty_calibration",
+    "warn_of_calibration",
     "warn_of_ranges",
 ]
 
@@ -66,11 +66,12 @@ def unmeasured(model: nn.Module) -> Mapping[str, list[str]]:
     return found
 
 
-def warn_of_empty_calibration(model: nn.Module, stacklevel: int) -> None:
-    """Warn if a calibration that has just ended measured nothing at all."""
+def warn_of_calibration(model: nn.Module, stacklevel: int) -> None:
+    """Warn if a calibration that has just ended measured nothing at all, or data that no scale serves."""
     empty = unmeasured(model)["BW102"]
     if empty and len(empty) == sum(1 for _ in running_activations(model)):
         _warn("BW102", empty, "saw no data in this calibration. Call the model inside the `with` block.", stacklevel)
+    _warn_of_broken_scales(model, stacklevel + 1)
 
 
 def warn_of_ranges(model: nn.Module, stacklevel: int) -> None:
@@ -81,6 +82,10 @@ def warn_of_ranges(model: nn.Module, stacklevel: int) -> None:
         _warn("BW101", found["BW101"], f"{remedy}`with quantizer.calibration_mode():` first.", stacklevel)
     if found["BW102"]:
         _warn("BW102", found["BW102"], "saw no data in calibration; their ranges are stale.", stacklevel)
+    _warn_of_broken_scales(model, stacklevel + 1)
+
+
+def _warn_of_broken_scales(model: nn.Module, stacklevel: int) -> None:
     broken = [name for name, simulator in running_activations(model) if simulator.check_health()]
     if broken:
         _warn("BW104", broken, "have a scale that is no positive finite number; look for NaN in the data.", stacklevel)

@@ -25,7 +25,7 @@ from . import _checkpoint
 from ._distributed import merged_statistics, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
-from ._statistics import gathering, has_searched_range, warn_of_empty_calibration, warn_of_ranges
+from ._statistics import gathering, has_searched_range, warn_of_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
 from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
@@ -176,7 +176,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 with merged_statistics(_simulators(target)):
                     yield self
                 self._measured = True
-                warn_of_empty_calibration(target, stacklevel=3)
+                warn_of_calibration(target, stacklevel=4)
             finally:
                 _rest(target)
 
@@ -352,7 +352,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 f"{len(unfinished)} simulators ({unfinished[0]} ...) were trained with more bits than their spec has.",
                 stacklevel=2,
             )
-        warn_of_ranges(target, stacklevel=2)
+        warn_of_ranges(target, stacklevel=3)
         return self._engine.finalize(target, chosen, folder)
 
     def _target(self, model: nn.Module | None, action: str) -> nn.Module:
