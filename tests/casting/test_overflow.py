@@ -122,6 +122,53 @@ def test_infinities_of_a_mask_are_no_overflow() -> None:
     assert dtype(find(program, ATEN._softmax.default)) == torch.float16
 
 
+@pytest.mark.parametrize("largest", [torch.finfo(torch.float32).min, -1e38])
+def test_finite_numbers_of_a_mask_are_no_overflow(largest: float) -> None:
+    """Given as a scalar, made by an operator, held by a buffer or fed by the caller."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.tensor([0.0, largest]))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = torch.where(x > 5, torch.full((), largest), 0.0)
+            scores = (x.masked_fill(x > 5, largest), x + made, x + self.held, x + mask)
+            return tuple(score.softmax(-1) for score in scores)
+
+    mask = torch.tensor([[largest, 0.0]])
+    program = export(Masked(), X, mask)
+    reference = run(program, X, mask)
+    cast_fp32_to_fp16(program, example_inputs=(X, mask))
+    assert [node for node in program.graph.nodes if node.op != "output" and dtype(node) == torch.float32] == []
+    for expected, actual in zip(reference, run(program, X.half(), torch.tensor([[-65504.0, 0.0]]).half()), strict=True):
+        assert torch.allclose(expected, actual.float(), atol=1e-3)
+
+
+def test_computed_numbers_are_an_overflow_however_large() -> None:
+    """exp(88) is beyond what stands for infinity; nobody gave it as a mask."""
+    program = export(Overflowing(), X)
+    large = torch.tensor([[88.0, 3.0]])
+    cast_fp32_to_fp16(program, example_inputs=(large,))
+    for op in (ATEN.exp.default, ATEN.mul.Tensor, ATEN.log.default):
+        assert dtype(find(program, op)) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (torch.ones(1, 3), r"torch\.float32 tensor of shape \(1, 3\)"),
+        (torch.ones(2), r"torch\.float32 tensor of shape \(2,\)"),
+        (X.half(), r"torch\.float16 tensor of shape \(1, 2\)"),
+    ],
+)
+def test_example_inputs_of_another_kind_are_refused(given: torch.Tensor, found: str) -> None:
+    program = export(Overflowing(), X)
+    with pytest.raises(ValueError, match=rf"example input for 'x' is a {found}.*torch\.float32 of shape \(1, 2\)"):
+        cast_fp32_to_fp16(program, example_inputs=(given,))
+    assert dtype(find(program, ATEN.exp.default)) == torch.float32
+
+
 def test_two_inputs_and_keywords() -> None:
     class Two(nn.Module):
         def forward(self, a: torch.Tensor, *, b: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Largest magnitude of every float32 value of a program, found by running it on example inputs."""
+"""Largest magnitude of every float32 value of a program, found by running it on example inputs.
+
+Finite numbers that stand for infinity in masks are no magnitudes, as long as they come from a constant or an input:
+what an operation computes beyond them is an overflow like any other.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,15 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from ._cleanup import dtype_of
+from ._numbers import STANDS_FOR_INFINITY
 from ._program import state_of, user_inputs
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def peak_values(program: ExportedProgram, inputs: Any) -> dict[Node, float]:
-    """Run ``program`` and return the largest finite magnitude of every float32 value, sub-graphs included.
+    """Run ``program`` and return the largest finite magnitude of every float32 value, sub-graphs included; what stands
+    for infinity is left out.
 
     Args:
         program: the program in float32.
@@ -33,6 +39,7 @@ def peak_values(program: ExportedProgram, inputs: Any) -> dict[Node, float]:
     count = 0
     with torch.no_grad():
         for call in _calls(program, inputs):
+            _check_tensors(program, call)
             _Recorder(program.graph_module, peaks).run(*_flat_inputs(program, call))
             count += 1
     if count == 0:
@@ -46,14 +53,29 @@ class _Recorder(Interpreter):
     def __init__(self, module: GraphModule, peaks: dict[Node, float]) -> None:
         super().__init__(module)
         self._peaks = peaks
+        self._masks: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and leaf.numel():
-                finite = leaf.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-                self._peaks[n] = max(self._peaks.get(n, 0.0), float(finite.abs().max()))
+                magnitude = leaf.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+                masked = magnitude >= STANDS_FOR_INFINITY
+                if masked.any() and self._may_mask(n):
+                    self._masks.add(n)
+                    magnitude = magnitude.masked_fill(masked, 0.0)
+                self._peaks[n] = max(self._peaks.get(n, 0.0), float(magnitude.max()))
         return result
+
+    def _may_mask(self, node: Node) -> bool:
+        """Whether a number that stands for infinity was given to ``node``, and none was computed for it."""
+        if node.op != "call_function":
+            return True
+        if any(self._peaks.get(source, 0.0) >= STANDS_FOR_INFINITY for source in node.all_input_nodes):
+            return False
+        scalars = (leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float))
+        given = any(abs(scalar) >= STANDS_FOR_INFINITY for scalar in scalars)
+        return given or not self._masks.isdisjoint(node.all_input_nodes)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator):
@@ -65,6 +87,22 @@ class _Recorder(Interpreter):
             return argument
         peaks = self._peaks
         return lambda *operands: _Recorder(argument, peaks).run(*operands)
+
+
+def _check_tensors(program: ExportedProgram, call: Call) -> None:
+    """Check dtypes and sizes against those that the program was exported with; sizes that vary are not compared."""
+    for leaf, node in zip(pytree.tree_leaves(call), user_inputs(program), strict=True):
+        expected = node.meta.get("val")
+        if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
+            continue
+        fits = leaf.dtype == expected.dtype and leaf.ndim == expected.ndim
+        sizes = zip(leaf.shape, expected.shape, strict=False)
+        if not fits or any(isinstance(size, int) and size != given for given, size in sizes):
+            raise ValueError(
+                f"The example input for {node.name!r} is a {leaf.dtype} tensor of shape {tuple(leaf.shape)}; the "
+                f"program was exported with {expected.dtype} of shape {tuple(expected.shape)}. Give inputs as for the "
+                "program before the cast."
+            )
 
 
 def _flat_inputs(program: ExportedProgram, call: Call) -> list[Any]:
