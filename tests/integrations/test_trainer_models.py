@@ -1,4 +1,4 @@
-"""Graph modules in the Trainer of transformers: what they hold twice, and what they cannot do."""
+"""Prepared models in the Trainer of transformers: what they hold twice, and what graphs cannot do."""
 
 from __future__ import annotations
 
@@ -71,6 +71,34 @@ def test_what_stands_under_several_names_is_saved_and_resumed(tmp_path):
     for name, value in resumed.model.state_dict().items():
         assert torch.equal(value, expected[name]), name
     assert len(list(whole.model.parameters())) == len(list(resumed.model.parameters()))
+
+
+def test_tied_weights_of_a_transformer_with_simulators_on_them(tmp_path):
+    """save_pretrained knows ties by the names that weights have without simulators."""
+    from safetensors.torch import load_file
+    from transformers import OPTConfig, OPTForCausalLM, Trainer, TrainingArguments
+
+    from bitwright.integrations.transformers import QATCallback
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 8}
+    model = OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, use_cache=False))
+    tokens = torch.randint(3, 20, (4, 5))
+    quantizer = Quantizer(model, make_config("eager", dtype="int8"))
+    prepared = quantizer.prepare(example_kwargs={"input_ids": tokens, "labels": tokens})
+    weight = prepared.lm_head.parametrizations.weight.original
+    assert weight is prepared.model.decoder.embed_tokens.parametrizations.weight.original
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    Trainer(prepared, arguments, train_dataset=data, callbacks=[QATCallback(quantizer)]).train()
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    for name, value in prepared.named_parameters(remove_duplicate=False):
+        assert torch.equal(saved[name], value), name
+    assert prepared.lm_head.parametrizations.weight.original is weight
+    assert prepared.model.decoder.embed_tokens.parametrizations.weight.original is weight
 
 
 def test_graphs_have_no_layers_to_recompute(tmp_path):

@@ -29,7 +29,8 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
 
     Schedules advance once per optimizer step. Evaluations between steps observe nothing. Each checkpoint folder gets
     ``bitwright_quantizer.json``; resuming from a checkpoint reads it. The state_dict of a model that the Trainer saves
-    as it is, such as a graph module, gets copies of what stands in it under several names, which safetensors refuses.
+    as it is, such as a graph module, or with simulators on tied weights, gets copies of what stands in it under several
+    names, which safetensors refuses.
 
     Args:
         quantizer: a quantizer whose model is prepared and is the trainer's model.
@@ -54,7 +55,8 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
                 f"{type(model).__name__} has no {asked[0]}_enable(): the graph of a model has no layers. "
                 f"Prepare with execution_mode='eager', or leave {asked[0]} out."
             )
-        if not hasattr(model, "save_pretrained") and _apart not in model._state_dict_hooks.values():
+        saves_itself = hasattr(model, "save_pretrained") and not _shares_simulated_weights(model)
+        if not saves_itself and _apart not in model._state_dict_hooks.values():
             model.register_state_dict_post_hook(_apart)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -95,6 +97,16 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
     def _pause_for(self, control: Any) -> None:
         if control.should_evaluate:
             self._session.pause()
+
+
+def _shares_simulated_weights(model: nn.Module) -> bool:
+    """Whether a tied weight has simulators on it, under whose names ``save_pretrained`` does not know it."""
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen and ".parametrizations." in f".{name}":
+            return True
+        seen.add(id(parameter))
+    return False
 
 
 def _apart(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
