@@ -44,6 +44,18 @@ def test_prepared_fake_quantization(case: Case, other: bool) -> None:
     assert_same(call.run(given_x), results[0][0])
 
 
+@pytest.mark.parametrize("numel", [16, 40, 1 << 19])
+def test_an_origin_of_minus_zero(numel: int) -> None:
+    """What is rounded to it is zero without a sign, as in the reference."""
+    x = torch.linspace(-0.4, 1.0, numel).view(1, -1)
+    made = torch.tensor([[1.0]]), torch.tensor([[-1]], dtype=torch.int32), torch.tensor([[-0.0]])
+    grid = Grid(torch.int1, -1, 0, formulation="minval")
+    call = ready_call(x, made, block_size=(1, numel), grid=grid)
+    expected = reference.fake_quantize(x, *made, block_size=(1, numel), grid=grid)
+    assert_same(call.run(x), expected)
+    assert_same(call.run_with_gradient(x.clone().requires_grad_()).detach(), expected)
+
+
 @more
 @given(case=cases(), average=st.sampled_from([None, 0.01, 0.5, 1.0]), restart=st.booleans(), data=st.data())
 def test_prepared_observation(case: Case, average: float | None, restart: bool, data: st.DataObject) -> None:

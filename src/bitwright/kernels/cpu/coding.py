@@ -161,7 +161,9 @@ def code_vectors(
         else:
             values = nothing
             kept = to_float(load_u8(code_at)) + lowest
-        decoded = kept * steps + origins if anchored else add_product(kept, steps, nothing)
+        decoded = add_product(kept, steps, nothing)
+        if anchored:
+            decoded = decoded + origins
         if encode:
             different = different | (as_bits(rounded(decoded, dtype)) ^ as_bits(values))
         else:

@@ -129,8 +129,10 @@ def fake_vectors(
         if mask != 0:
             store_mask(mask + 2 * word, (lowest <= codes) & (codes <= highest))
             codes = clamp(codes, lowest, highest)
-        # Zero has no sign in a grid of integers.
-        result = codes * steps + origins if anchored else add_product(codes, steps, nothing)
+        # Zero has no sign in a grid of integers, which shows where the origin is minus zero.
+        result = add_product(codes, steps, nothing)
+        if anchored:
+            result = result + origins
         if dtype == BFLOAT16 and not anchored:
             store_bf16_normal(y + word * size, result)
         else:
