@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import gc
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -40,14 +41,15 @@ def replicate_module(module: nn.Module, memo: dict[int, Any] | None = None) -> n
     memo[id(module)] = twin
     own = module.__dict__
     state: dict[str, Any] = dict(own)
-    for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: _copy_tensor(tensor, memo) for name, tensor in own[kind].items()}
+    for held in ("_parameters", "_buffers"):
+        state[held] = {name: _copy_tensor(tensor, memo) for name, tensor in own[held].items()}
     state["_modules"] = {
         name: None if child is None else replicate_module(child, memo) for name, child in own["_modules"].items()
     }
     for name, value in own.items():
-        if type(value) not in _ATOMIC and name not in _TENSORS_AND_CHILDREN:
-            state[name] = _copy_attribute(value, memo)
+        kind: Any = type(value)
+        if kind not in _ATOMIC and not _is_shared(kind) and name not in _TENSORS_AND_CHILDREN:
+            state[name] = kind() if kind in _CONTAINERS and not value else _copy_attribute(value, memo)
     twin.__dict__ = state
     return twin
 
@@ -63,7 +65,7 @@ def _copy_tensor(tensor: torch.Tensor | None, memo: dict[int, Any]) -> torch.Ten
 
 
 def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _CONTAINERS:
         if not value:
             return kind()
@@ -71,7 +73,7 @@ def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:
             return list(value)
         if kind is tuple and all(id(entry) in memo for entry in value):
             return tuple(memo[id(entry)] for entry in value)
-    elif isinstance(value, enum.Enum | type) or _is_frozen(value):
+    elif isinstance(value, type) or _is_shared(kind):
         return value
     elif "__slots__" in kind.__dict__ and kind.__base__ is object and "__deepcopy__" not in kind.__dict__:
         return _copy_slots(value, memo)
@@ -92,10 +94,14 @@ def _copy_slots(value: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
-def _is_frozen(value: Any) -> bool:
-    if isinstance(value, BaseModel):
-        return bool(value.model_config.get("frozen"))
-    parameters = getattr(value, "__dataclass_params__", None)
+@functools.lru_cache(maxsize=256)
+def _is_shared(kind: type) -> bool:
+    """Whether objects of a class cannot change."""
+    if issubclass(kind, enum.Enum):
+        return True
+    if issubclass(kind, BaseModel):
+        return bool(kind.model_config.get("frozen"))
+    parameters = getattr(kind, "__dataclass_params__", None)
     return parameters is not None and bool(parameters.frozen)
 
 

@@ -103,13 +103,14 @@ def _is_weight(simulator: FakeQuantizeImplBase) -> bool:
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
+    training = [child for child in module.modules() if child.training]
+    if training:
+        module.eval()
     try:
         yield
     finally:
-        for child, training in modes:
-            child.training = training
+        for child in training:
+            child.training = True
 
 
 @contextlib.contextmanager

@@ -51,6 +51,8 @@ class GraphInsertion:
     _prototypes: dict[tuple[QuantizationSpec, CompressionTargetTensor], FakeQuantizeImplBase] = field(
         default_factory=dict
     )
+    # The same by the identity of a spec, which spares hashing its fields.
+    _prototypes_of: dict[tuple[int, CompressionTargetTensor], FakeQuantizeImplBase] = field(default_factory=dict)
     _states: dict[int, Placement] = field(default_factory=dict)
     _readers: dict[int, Placement] = field(default_factory=dict)
     _producers: dict[int, Placement] = field(default_factory=dict)
@@ -197,15 +199,18 @@ class GraphInsertion:
         """
         spec, target = placement.spec, placement.target
         assert isinstance(spec, QuantizationSpec)
-        key = (spec, target)
-        if key not in self._prototypes:
-            made = QuantizationComponentFactory.create_fake_quantizer(spec, target)
-            made.disable_fake_quant()
-            made.train(self.module.training)  # in eval mode quantized weights are kept
-            if not all(type(part).__module__.startswith(_OWN_PACKAGE) for part in made.modules()):
-                return made
-            self._prototypes[key] = made
-        twin = replicate_module(self._prototypes[key])
+        known = self._prototypes_of.get((id(spec), target))  # placements, which hold the specs, outlive this
+        if known is None:
+            known = self._prototypes.get((spec, target))
+        if known is None:
+            known = QuantizationComponentFactory.create_fake_quantizer(spec, target)
+            known.disable_fake_quant()
+            known.train(self.module.training)  # in eval mode quantized weights are kept
+            if not all(type(part).__module__.startswith(_OWN_PACKAGE) for part in known.modules()):
+                return known
+            self._prototypes[spec, target] = known
+        self._prototypes_of[id(spec), target] = known
+        twin = replicate_module(known)
         assert isinstance(twin, FakeQuantizeImplBase)
         return twin
 

@@ -11,7 +11,8 @@ from bitwright._utils.direct_calls import DirectlyCalled
 
 __all__ = ["SwitchedModule"]
 
-_FLAGS = ("observer_enabled", "fake_quant_enabled", "_disabled")
+# The attribute that each buffer is read into.
+_SWITCHES = {"observer_enabled": "_observer_on", "fake_quant_enabled": "_fake_quant_on", "_disabled": "_is_off"}
 
 
 class SwitchedModule(DirectlyCalled):
@@ -25,6 +26,12 @@ class SwitchedModule(DirectlyCalled):
     fake_quant_enabled: torch.Tensor
     observer_enabled: torch.Tensor
     _disabled: torch.Tensor
+
+    _observer_on: bool
+    _fake_quant_on: bool
+    _is_off: bool
+    _seen: tuple[Any, ...]
+    _seen_version: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +76,7 @@ class SwitchedModule(DirectlyCalled):
             self._buffers[name] = torch.full_like(buffer, on)
         else:
             buffer.fill_(on)
-        if name == "observer_enabled":
-            self._observer_on = bool(on)
-        elif name == "fake_quant_enabled":
-            self._fake_quant_on = bool(on)
-        else:
-            self._is_off = bool(on)
+        self.__dict__[_SWITCHES[name]] = bool(on)
         self._note_buffers()
 
     def _sync_switches(self) -> None:
@@ -94,15 +96,16 @@ class SwitchedModule(DirectlyCalled):
         self._read_switches()
 
     def _read_switches(self) -> None:
-        self._observer_on, self._fake_quant_on, self._is_off = (
-            bool(buffer.item()) if buffer is not None and buffer.device.type != "meta" else default
-            for buffer, default in zip((self._buffers[name] for name in _FLAGS), (True, True, False), strict=True)
-        )
+        for (name, switch), default in zip(_SWITCHES.items(), (True, True, False), strict=True):
+            buffer = self._buffers[name]
+            known = buffer is not None and buffer.device.type != "meta"
+            self.__dict__[switch] = bool(buffer.item()) if buffer is not None and known else default
         self._note_buffers()
 
     def _note_buffers(self) -> None:
-        self._seen: tuple[Any, ...] = tuple(self._buffers[name] for name in _FLAGS)
-        self._seen_version = sum(0 if b is None or b.is_inference() else b._version for b in self._seen)
+        own, buffers = self.__dict__, self._buffers  # nn.Module's own way to set an attribute is a long one
+        own["_seen"] = seen = tuple([buffers[name] for name in _SWITCHES])
+        own["_seen_version"] = sum([0 if b is None or b.is_inference() else b._version for b in seen])
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
