@@ -45,6 +45,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _reference_only = os.environ.get("BITWRIGHT_KERNELS", "auto") == "reference"
+_dispatch_depth = torch._C._len_torch_dispatch_stack
+_transforms_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
 
 
 def set_form(name: str) -> str:
@@ -112,12 +115,7 @@ def form_of(x: torch.Tensor) -> Any:
 
 def undisturbed() -> bool:
     """Return whether a plain tensor may go straight to a fused kernel here; ``form_of`` asks this and more."""
-    return not (
-        _reference_only
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    )
+    return not (_reference_only or _dispatch_depth() or _transforms_active() or _tracing_state() is not None)
 
 
 def ready_call(

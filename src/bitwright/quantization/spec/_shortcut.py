@@ -59,14 +59,11 @@ def _is_simple(x: torch.Tensor) -> bool:
     return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
 
 
-def _quantized(ready: Any, x: torch.Tensor, made: QParams, unneeded: bool) -> torch.Tensor:
-    """Call a prepared kernel, with a gradient where one is wanted."""
-    if x.requires_grad and _grad_enabled():
-        y: torch.Tensor = ready.run_with_gradient(x, unneeded)
-        note_codes(y, made, ready)
-        return y
-    quantized: torch.Tensor = ready.run(x)
-    return quantized
+def _with_gradient(ready: Any, x: torch.Tensor, made: QParams, unneeded: bool) -> torch.Tensor:
+    """Call a prepared kernel where a gradient is wanted."""
+    y: torch.Tensor = ready.run_with_gradient(x, unneeded)
+    note_codes(y, made, ready)
+    return y
 
 
 def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | None:
@@ -106,7 +103,10 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
             ready = _another(known, simulator, x, made)
         if ready is None or not _is_simple(x):
             return None
-        return _quantized(ready, x, made, unneeded)
+        if x.requires_grad and _grad_enabled():
+            return _with_gradient(ready, x, made, unneeded)
+        quantized: torch.Tensor = ready.run(x)
+        return quantized
 
     return call
 
@@ -196,7 +196,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             ready.observe(x, progress.restart)
         increment_version(written)
         progress.count()
-        return _quantized(ready, x, made, unneeded) if quantize and not plain else y
+        return _with_gradient(ready, x, made, unneeded) if quantize and not plain else y
 
     return call
 
