@@ -189,6 +189,7 @@ class WeightCompressor(_BaseModelCompressor):
             known = ", ".join(repr(member.value) for member in ExportBackend)
             raise NotImplementedError(f"There is no backend {backend!r}; choose one of {known}.") from error
         folder = mapped_folder(mmap_dir, chosen)
+        self._complete(target)
         finalized = target
         if chosen is not ExportBackend._TORCH:
             from bitwright.export import finalize_eager
@@ -196,6 +197,12 @@ class WeightCompressor(_BaseModelCompressor):
             finalized = finalize_eager(target, chosen, folder)
         self._unmark_model(finalized)
         return finalized
+
+    def _complete(self, target: nn.Module) -> None:
+        """Bring a model that is about to be finalized to its end; called by ``finalize`` once its arguments are known.
+
+        Nothing is left to do unless a technique says so.
+        """
 
     def _refuse_prepared(self) -> None:
         """A model that another technique prepared may be prepared again; one that this one prepared may not."""

@@ -108,6 +108,19 @@ def test_leaving_early_never_leaves_palettization_off(how):
         assert (layer.weight - dense).square().mean() < 0.3 * dense.var()
 
 
+def test_a_refused_finalize_leaves_the_model_as_it_was():
+    """Palettes that are off or out of date stay so when the backend is none, or takes no folder."""
+    palettizer, model = toy()
+    first = simulators(model)[0]
+    first.disable_fake_palett()
+    first.invalidate()
+    for error, arguments in ((NotImplementedError, {"backend": "typo"}), (ValueError, {"mmap_dir": "folder"})):
+        with pytest.raises(error):
+            palettizer.finalize(**{"backend": "coreml", **arguments})
+        assert enabled(model) == [False, True]
+        assert not first.is_settled
+
+
 def test_weights_train_dense_until_the_schedule_starts():
     """Then their palettes are made anew."""
     palettizer, model = toy(schedule=3)

@@ -6,7 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
-from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
 from bitwright.planning import Placement
@@ -200,21 +198,9 @@ class MagnitudePruner(WeightCompressor):
             self._unmark_model(target)
         return report
 
-    def finalize(
-        self,
-        model: nn.Module | None = None,
-        backend: ExportBackend | str = ExportBackend.CoreAI,
-        *args: Any,
-        mmap_dir: str | PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> nn.Module:
-        """Return the model in the form that ``backend`` takes; see the base class for arguments and errors."""
-        if self._lifecycle is _Lifecycle.IDLE:
-            self._tell_uncalibrated(self._target(model, "finalize()"))
-        return super().finalize(model, backend, *args, mmap_dir=mmap_dir, **kwargs)
-
-    def _tell_uncalibrated(self, model: nn.Module) -> None:
-        simulators = [(place.name, place.simulator) for place in self._places(model)]
+    def _complete(self, target: nn.Module) -> None:
+        """Tell which weights calibration did not reach."""
+        simulators = [(place.name, place.simulator) for place in self._places(target)]
         blind = [name for name, s in simulators if s.input_statistics != "none" and s.input_scale is None]
         if blind:
             warnings.warn(

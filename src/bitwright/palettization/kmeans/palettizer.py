@@ -16,7 +16,7 @@ from torch import nn
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
-from bitwright.common import CompressionType, ExportBackend
+from bitwright.common import CompressionType
 from bitwright.errors import BitwrightWarning
 from bitwright.palettization.config import KMeansPalettizerConfig, PATSchedule
 from bitwright.palettization.spec import PalettizationSpec
@@ -281,7 +281,7 @@ class KMeansPalettizer(WeightCompressor):
                 yield self
             finally:
                 self._active = None
-                self._settle(target)
+                self._complete(target)
 
     def step(self) -> None:
         """Count a training step and let the schedules switch palettization on.
@@ -342,7 +342,7 @@ class KMeansPalettizer(WeightCompressor):
             if schedule is not None:
                 switch(place.simulator, schedule._compute_state(self._step_count))
 
-    def _settle(self, target: nn.Module) -> None:
+    def _complete(self, target: nn.Module) -> None:
         """Switch palettization on everywhere, and bring palettes and indices up to date."""
         places = palettized_places(target)
         for place in places:
@@ -350,16 +350,3 @@ class KMeansPalettizer(WeightCompressor):
         unsettled = [place for place in places if not place.simulator.is_settled]
         if unsettled:
             settle_all(unsettled, self._num_workers)
-
-    def finalize(
-        self,
-        model: nn.Module | None = None,
-        backend: ExportBackend | str = ExportBackend.CoreAI,
-        *args: Any,
-        mmap_dir: str | PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> nn.Module:
-        """Return the model in the form that ``backend`` takes; see the base class for arguments and errors."""
-        if self._lifecycle is _Lifecycle.IDLE:
-            self._settle(self._target(model, "finalize()"))
-        return super().finalize(model, backend, *args, mmap_dir=mmap_dir, **kwargs)
