@@ -13,7 +13,7 @@ pickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -207,20 +207,30 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
         elif isinstance(entry, torch.Tensor):
             overwritten = id(entry) == id(target) and entry.requires_grad
             holder[key] = call(simulate, entry.clone() if overwritten and simulate.keeps_input() else entry)
-    result = func(*args, **kwargs)
-    if result is None and target is not None:
+    held = [func(*args, **kwargs)]
+    if target is None:
+        return _simulate_outputs(held, sites.outputs, children)
+    result = held.pop()
+    if result is None:
         result = args[0]  # what `x[0] = y` wrote to
-    call_last = caller(last=True)
     for index, child in sites.outputs:
         simulate = children[child]
-        if type(result) is torch.Tensor and target is None and index == 0:
-            result = call_last(simulate, result)
-            continue
-        if target is not None and isinstance(result, torch.Tensor) and result.requires_grad and simulate.keeps_input():
+        if isinstance(result, torch.Tensor) and result.requires_grad and simulate.keeps_input():
             result = result.clone()  # `target` will be overwritten
         result = _replace_output(result, index, simulate)
-    if target is not None and result is not target:
+    if result is not target:
         return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
+    return result
+
+
+def _simulate_outputs(held: list[Any], outputs: Iterable[tuple[int, str]], children: Mapping[str, Any]) -> Any:
+    """Return a result with its simulated outputs; it is taken out of ``held``, so that nobody else need hold it."""
+    result, call_last = held.pop(), caller(last=True)
+    for index, child in outputs:
+        if type(result) is torch.Tensor and index == 0:
+            result = call_last(children[child], result)
+        else:
+            result = _replace_output(result, index, children[child])
     return result
 
 
@@ -296,14 +306,8 @@ class OpScope(ForwardScope):
             elif name in kwargs:
                 kwargs[name] = call(children[child], kwargs[name])
         inner = self.inner
-        result = type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-        call_last = caller(last=True)
-        for index, child in self.outputs:
-            if type(result) is torch.Tensor and index == 0:
-                result = call_last(children[child], result)
-            else:
-                result = _replace_output(result, index, children[child])
-        return result
+        held = [type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)]
+        return _simulate_outputs(held, self.outputs, children)
 
 
 class FrameScope(ForwardScope):
