@@ -13,7 +13,7 @@ pickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -223,9 +223,12 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     return result
 
 
-def _simulate_outputs(held: list[Any], outputs: Iterable[tuple[int, str]], children: Mapping[str, Any]) -> Any:
+def _simulate_outputs(held: list[Any], outputs: Sequence[tuple[int, str]], children: Mapping[str, Any]) -> Any:
     """Return a result with its simulated outputs; it is taken out of ``held``, so that nobody else need hold it."""
-    result, call_last = held.pop(), caller(last=True)
+    result = held.pop()
+    if not outputs:
+        return result
+    call_last = caller(last=True)
     for index, child in outputs:
         if type(result) is torch.Tensor and index == 0:
             result = call_last(children[child], result)
