@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from bitwright._utils import direct_calls
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 from .architectures import NAMES, Architecture, build
@@ -96,3 +97,33 @@ def test_plans_of_both_modes_agree_on_every_weight(name: str, kind: str) -> None
     eager, graph = (weights(name, mode, kind) for mode in ("eager", "graph"))
     assert eager == graph
     assert any(spec is not None for spec in graph.values())
+
+
+def trained(name: str, mode: str, plainly: bool) -> list[torch.Tensor | None]:
+    """Outputs, gradients and state after two backward passes; ``plainly``: every simulator is called as a module."""
+    torch.manual_seed(0)
+    architecture = build(name)
+    quantizer = Quantizer(architecture.model, QuantizerConfig(execution_mode=mode))
+    prepared: Any = quantizer.prepare(architecture.args, example_kwargs=architecture.kwargs)
+    with quantizer.calibration_mode(), torch.no_grad():
+        outputs(architecture, prepared)
+    for module in prepared.modules():
+        if plainly and isinstance(module, direct_calls.DirectlyCalled):
+            module.register_forward_hook(lambda *call: None)
+    with quantizer.training_mode():
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            found = outputs(architecture, prepared)
+            torch.stack([y.float().square().mean() for y in found]).sum().backward()
+    gradients = [parameter.grad for parameter in prepared.parameters()]
+    return [*(y.detach() for y in found), *gradients, *prepared.state_dict().values()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n not in QUICK)])
+def test_overwritten_tensors_are_needed_by_nobody(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with direct calls, which overwrite their arguments however small these are, is plain training."""
+    monkeypatch.setattr(direct_calls, "_WORTH_ASKING", 1)
+    for direct, plain in zip(*(trained(name, mode, plainly) for plainly in (False, True)), strict=True):
+        assert (direct is None) == (plain is None)
+        assert direct is None or torch.equal(direct, plain)
