@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.kernels.cpu.compiling import called, compiled
-from bitwright.palettization.clustering._lloyd import BLOCK, draw, run_lloyd, turn_over
+from bitwright.palettization.clustering._lloyd import run_lloyd
+from bitwright.palettization.clustering._nearest import BLOCK, block_for, find_two_nearest, padded, turn_over
+from bitwright.palettization.clustering._seeding import draw
 
 _Floats = npt.NDArray[np.float64]
 _Real = npt.NDArray[np.floating]
@@ -22,35 +24,18 @@ def _stakes(
     n_clusters, dims = centroids.shape
     errors = np.zeros(n_clusters)
     losses = np.zeros(n_clusters)
-    block = np.empty((dims, BLOCK), np.float32)
-    best = np.empty(BLOCK, np.float32)
-    second = np.empty(BLOCK, np.float32)
-    far = np.empty(BLOCK, np.float32)
+    entries = padded(centroids)
+    block = block_for(entries)
     nearest = np.empty(BLOCK, np.int32)
     centre = np.zeros(dims)
     for start in range(0, points.shape[0], BLOCK):
         size = min(BLOCK, points.shape[0] - start)
         turn_over(points, start, size, centre, 1.0, block)
-        for i in range(size):
-            best[i] = np.inf
-            second[i] = np.inf
-        for k in range(n_clusters):
-            for i in range(size):
-                far[i] = np.float32(0.0)
-            for d in range(dims):
-                here = centroids[k, d]
-                for i in range(size):
-                    off = block[d, i] - here
-                    far[i] += off * off
-            for i in range(size):
-                nearer = far[i] < best[i]
-                second[i] = best[i] if nearer else min(second[i], far[i])
-                nearest[i] = k if nearer else nearest[i]
-                best[i] = far[i] if nearer else best[i]
+        find_two_nearest(block, entries, nearest)
         for i in range(size):
             weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
-            errors[nearest[i]] += weight * best[i]
-            losses[nearest[i]] += weight * (second[i] - best[i])
+            errors[nearest[i]] += weight * block[i]
+            losses[nearest[i]] += weight * (block[BLOCK + i] - block[i])
     return errors, losses
 
 

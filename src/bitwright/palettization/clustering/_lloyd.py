@@ -1,8 +1,4 @@
-"""Kernels for palettes of vectors: nearest centroids, k-means++ seeding and Lloyd's algorithm.
-
-Points come as rows ``[N, D]``; a block of them is turned over so that vector registers run over points, with
-one centroid at a time. Random numbers are SplitMix64 (Steele, Lea and Flood 2014), one stream per run.
-"""
+"""Kernels for palettes of vectors: Lloyd's algorithm, labels and errors. Points come as rows ``[N, D]``."""
 
 from __future__ import annotations
 
@@ -12,65 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.kernels.cpu.compiling import called, compiled
+from bitwright.palettization.clustering._nearest import BLOCK, block_for, find_nearest, padded, turn_over
 
 _Floats = npt.NDArray[np.float64]
 _Real = npt.NDArray[np.floating]
 _Labels = npt.NDArray[np.uint8]
 
-BLOCK = 256
 _HASH_SIZE = 1024
-
-
-@called
-def turn_over(points: _Real, start: int, size: int, centre: _Floats, scale: float, block: _Real) -> None:
-    """Write ``scale · (points[start : start + size] - centre)`` into the columns of ``block [D, BLOCK]``."""
-    for d in range(points.shape[1]):
-        for i in range(size):
-            block[d, i] = (points[start + i, d] - centre[d]) * scale
-
-
-@called
-def _compare(block: _Real, size: int, centroids: _Real, best: _Real, labels: npt.NDArray[np.int32]) -> None:
-    """Squared distance to, and index of, the nearest centroid of each column; the lower index on a tie."""
-    dims = block.shape[0]
-    far = np.empty(BLOCK, block.dtype)
-    for i in range(size):
-        best[i] = np.inf
-        labels[i] = 0
-    for k in range(centroids.shape[0]):
-        first = centroids[k, 0]
-        if dims == 1:
-            for i in range(size):
-                off = block[0, i] - first
-                far[i] = off * off
-        else:
-            second = centroids[k, 1]
-            for i in range(size):
-                off = block[0, i] - first
-                other = block[1, i] - second
-                far[i] = off * off + other * other
-        for d in range(2, dims):
-            here = centroids[k, d]
-            for i in range(size):
-                off = block[d, i] - here
-                far[i] += off * off
-        for i in range(size):
-            nearer = far[i] < best[i]
-            best[i] = far[i] if nearer else best[i]
-            labels[i] = k if nearer else labels[i]
 
 
 @compiled
 def label_vectors(points: _Real, scale: float, centroids: _Real, labels: _Labels) -> None:
     """Index of the nearest row of ``centroids [K, D]`` to ``scale · points [N, D]``, in the centroids' dtype."""
     centre = np.zeros(points.shape[1])
-    block = np.empty((points.shape[1], BLOCK), centroids.dtype)
-    best = np.empty(BLOCK, centroids.dtype)
+    entries = padded(centroids)
+    block = block_for(entries)
     nearest = np.empty(BLOCK, np.int32)
     for start in range(0, points.shape[0], BLOCK):
         size = min(BLOCK, points.shape[0] - start)
         turn_over(points, start, size, centre, scale, block)
-        _compare(block, size, centroids, best, nearest)
+        find_nearest(block, entries, nearest)
         for i in range(size):
             labels[start + i] = nearest[i]
 
@@ -100,8 +57,8 @@ def gather_step(
         the squared error, and the largest weighted squared distance with its point's index.
     """
     dims = points.shape[1]
-    block = np.empty((dims, BLOCK), centroids.dtype)
-    best = np.empty(BLOCK, centroids.dtype)
+    entries = padded(centroids)
+    block = block_for(entries)
     nearest = np.empty(BLOCK, np.int32)
     error = 0.0
     worst = -1.0
@@ -109,14 +66,14 @@ def gather_step(
     for start in range(0, points.shape[0], BLOCK):
         size = min(BLOCK, points.shape[0] - start)
         turn_over(points, start, size, centre, scale, block)
-        _compare(block, size, centroids, best, nearest)
+        find_nearest(block, entries, nearest)
         for i in range(size):
             weight = np.float64(weights[start + i]) if weights.size > 0 else 1.0
             k = nearest[i]
             masses[k] += weight
             for d in range(dims):
                 sums[k, d] += weight * (np.float64(points[start + i, d]) - centre[d]) * scale
-            part = weight * np.float64(best[i])
+            part = weight * np.float64(block[i])
             error += part
             if part > worst:
                 worst = part
@@ -135,64 +92,6 @@ def error_of_vectors(points: _Real, weights: _Real, labels: _Labels, centroids: 
             part += off * off
         total += part * (np.float64(weights[i]) if weights.size > 0 else 1.0)
     return total
-
-
-@called
-def draw(state: npt.NDArray[np.uint64]) -> float:
-    """The next uniform number in [0, 1) of a SplitMix64 stream."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    bits = state[0]
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return np.float64(bits >> np.uint64(11)) * 2.0**-53
-
-
-@called
-def _pick(chances: _Real, total: float, state: npt.NDArray[np.uint64]) -> int:
-    """An index with probability ``chances[i] / total``."""
-    left = draw(state) * total
-    last = 0
-    for i in range(chances.size):
-        if chances[i] > 0.0:
-            last = i
-            left -= chances[i]
-            if left < 0.0:
-                break
-    return last
-
-
-@compiled
-def seed_centroids(
-    points: npt.NDArray[np.float32], weights: _Real, n_clusters: int, state: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.float32]:
-    """k-means++ (Arthur and Vassilvitskii 2007): each next centroid is a point drawn by its weighted squared
-    distance to the nearest one so far. Ends early, with fewer rows, when no point is away from a centroid."""
-    n, dims = points.shape
-    centroids = np.empty((n_clusters, dims), np.float32)
-    nearest = np.full(n, np.inf, np.float32)
-    chances = np.ones(n)
-    total = 0.0
-    for i in range(n):
-        if weights.size > 0:
-            chances[i] = weights[i]
-        total += chances[i]
-    for k in range(n_clusters):
-        if not total > 0.0:
-            return centroids[:k].copy()
-        chosen = _pick(chances, total, state)
-        for d in range(dims):
-            centroids[k, d] = points[chosen, d]
-        total = 0.0
-        for i in range(n):
-            far = np.float32(0.0)
-            for d in range(dims):
-                off = points[i, d] - centroids[k, d]
-                far += off * off
-            nearest[i] = min(nearest[i], far)
-            chances[i] = nearest[i] * (np.float64(weights[i]) if weights.size > 0 else 1.0)
-            total += chances[i]
-    return centroids
 
 
 @called

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bitwright.palettization.clustering import _breathing, _lloyd
+from bitwright.palettization.clustering import _breathing, _lloyd, _seeding
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, Sweep, as_numpy, in_turn, slices_of
 from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering._vector_labels import label_groups, vector_errors
@@ -86,7 +86,7 @@ def _chain(
     best: _Real = np.empty((0, 0), np.float32)
     error = np.inf
     for _ in range(seedings):
-        centroids = _lloyd.seed_centroids(points, weights, n_clusters, state)
+        centroids = _seeding.seed_centroids(points, weights, n_clusters, state)
         found = _lloyd.run_lloyd(points, weights, centroids, _TRIAL, 1e-3)
         if found < error:
             best, error = centroids, found
