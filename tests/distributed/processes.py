@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization._distributed import merged_statistics
+from bitwright.quantization.qat import parameter_groups
 from bitwright.quantization.spec import PerChannelGranularity, QuantizationComponentFactory
 
 CALCULATORS = {
@@ -136,20 +137,40 @@ def job_ddp(rank: int, world: int, mode: str, kind: str):
     return state(prepared)
 
 
-def job_fsdp(rank: int, world: int, kind: str):
+def shard(prepared: nn.Module) -> None:
+    """FSDP2 on every layer and on the whole."""
     from torch.distributed.fsdp import fully_shard
 
-    quantizer, prepared = prepare("eager", **CALCULATORS[kind])
-    start(quantizer, prepared, [rank])
     for layer in (prepared.first, prepared.second):
         fully_shard(layer)
     fully_shard(prepared)
+
+
+def job_fsdp(rank: int, world: int, kind: str, calibrated: str):
+    quantizer, prepared = prepare("eager", **CALCULATORS[kind])
+    if calibrated == "before":
+        start(quantizer, prepared, [rank])
+    shard(prepared)
+    if calibrated == "after":
+        start(quantizer, prepared, [rank])
     train(quantizer, prepared, prepared, [rank])
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
         for name, value in prepared.state_dict().items()
         if torch.is_tensor(value)
     }
+
+
+def rates(prepared: nn.Module) -> dict[str, torch.Tensor]:
+    """Learning rates of the parameter groups."""
+    return {str(i): torch.tensor(group["lr"]) for i, group in enumerate(parameter_groups(prepared, 1e-3))}
+
+
+def job_rates(rank: int, world: int, kind: str):
+    quantizer, prepared = prepare("eager", **CALCULATORS[kind])
+    start(quantizer, prepared, [rank])
+    shard(prepared)
+    return rates(prepared)
 
 
 def job_dtensor(rank: int, world: int, kind: str, dim: str):

@@ -28,6 +28,10 @@ TRAINED = [
     *(("eager", kind) for kind in ("moving_average", "global_minmax", "percentile", "lsq", "lsq_plus")),
     *(("graph", kind) for kind in ("moving_average", "mse", "lsq")),
 ]
+SHARDED = [
+    *((kind, "before") for kind in ("moving_average", "lsq")),
+    *((kind, when) for kind in ("lsq", "lsq_plus", "pact") for when in ("after", "never")),
+]
 LEARNED = ("lsq", "pact")
 
 
@@ -40,7 +44,8 @@ def spawn(world, folder, jobs):
 def two(tmp_path_factory):
     jobs = [f"calibrate:{mode},{kind}" for mode, kind in CALIBRATED]
     jobs += [f"ddp:{mode},{kind}" for mode, kind in TRAINED]
-    jobs += ["places:", "fsdp:moving_average", "fsdp:lsq", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
+    jobs += [f"fsdp:{kind},{when}" for kind, when in SHARDED] + [f"rates:{kind}" for kind in ("lsq", "lsq_plus")]
+    jobs += ["places:", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
     return spawn(2, tmp_path_factory.mktemp("two"), jobs)
 
 
@@ -86,13 +91,25 @@ def test_ddp_trains_as_one_process_on_the_joined_batch(two, mode, kind):
     assert_equal(two, f"ddp:{mode},{kind}", processes.state(prepared), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["moving_average", "lsq"])
-def test_fsdp_trains_as_one_process_on_the_joined_batch(two, kind):
-    """fully_shard on every layer: parameters are sharded, quantization parameters are those of whole weights."""
+@pytest.mark.parametrize(("kind", "calibrated"), SHARDED)
+def test_fsdp_trains_as_one_process_on_the_joined_batch(two, kind, calibrated):
+    """fully_shard on every layer: parameters are sharded, quantization parameters are those of whole weights.
+
+    Learned steps begin as in one process, whether the calibration comes before sharding, after it, or not at all.
+    """
+    quantizer, prepared = processes.prepare("eager", **processes.CALCULATORS[kind])
+    if calibrated != "never":
+        processes.start(quantizer, prepared, [0, 1])
+    processes.train(quantizer, prepared, prepared, [0, 1])
+    assert_equal(two, f"fsdp:{kind},{calibrated}", processes.state(prepared), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus"])
+def test_learning_rates_of_sharded_steps(two, kind):
+    """Parameter groups of a sharded model have the rates of the whole one."""
     quantizer, prepared = processes.prepare("eager", **processes.CALCULATORS[kind])
     processes.start(quantizer, prepared, [0, 1])
-    processes.train(quantizer, prepared, prepared, [0, 1])
-    assert_equal(two, f"fsdp:{kind}", processes.state(prepared), rtol=1e-4, atol=1e-5)
+    assert_equal(two, f"rates:{kind}", processes.rates(prepared))
 
 
 @pytest.mark.parametrize(("kind", "dim"), [("default", 0), ("default", 1), ("lsq", 0)])

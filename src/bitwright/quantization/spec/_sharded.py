@@ -8,12 +8,34 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_sharded", "may_change_unseen", "on_whole"]
+__all__ = ["is_sharded", "may_change_unseen", "on_whole", "whole", "write"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor, without importing what defines it."""
     return type(tensor).__name__ == "DTensor"
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor with all its elements; processes that hold parts of it must all ask."""
+    full: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
+def write(tensor: Any, value: torch.Tensor) -> None:
+    """Give ``tensor`` the values of one that every process has; each writes its part."""
+    tensor.copy_(_placed(value, tensor) if is_sharded(tensor) else value)
+
+
+def _placed(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a tensor that every process has with the placements of the DTensor ``like``."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    placed: torch.Tensor = DTensor.from_local(value, like.device_mesh, everywhere, run_check=False).redistribute(
+        placements=like.placements
+    )
+    return placed
 
 
 def may_change_unseen() -> bool:
@@ -32,11 +54,4 @@ def on_whole(simulate: Callable[[torch.Tensor], torch.Tensor], tensor: Any) -> t
     Every process computes with all elements, so that parameters are those of the whole tensor whatever the granularity
     and the placement. Gradients flow back to the parts.
     """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    whole = simulate(tensor.full_tensor())
-    everywhere = [Replicate()] * tensor.device_mesh.ndim
-    placed: torch.Tensor = DTensor.from_local(whole, tensor.device_mesh, everywhere, run_check=False).redistribute(
-        placements=tensor.placements
-    )
-    return placed
+    return _placed(simulate(tensor.full_tensor()), tensor)

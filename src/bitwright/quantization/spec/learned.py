@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from bitwright.kernels.grid import block_view_shape
 
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase
-from ._sharded import is_sharded, may_change_unseen
+from ._sharded import is_sharded, may_change_unseen, whole, write
 from .observers import DistributionRangeCalculatorBase
 from .qscheme import QuantizationScheme
 from .range_calculator import MinMaxRangeCalculator
@@ -82,6 +81,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         #: Joins the statistics of a tensor with those of other processes; set while training in several.
         self._exchange: Callable[[_Statistics], _Statistics] | None = None
         self._derived: tuple[Any, QParams] | None = None
+        #: The parameters as optimizers see them, where FSDP puts gathered ones in their place during a forward.
+        self._sharded: dict[str, nn.Parameter] = {}
 
     @abstractmethod
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,7 +102,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         """Find initial values where they are due, and return the present ``(scale, zero_point, minval)``."""
         self._resolve_axis(tensor.ndim)
         settled = self._initialized and self.training and not self._restart
-        if self._export_mode or settled or (self._initialized and self._is_sharded()):
+        if self._export_mode or settled:
             return self.get_qparams()
         if not self._initialized:
             self._compute_dtype_for_export = tensor.dtype
@@ -149,7 +150,10 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
                 parameter.data = value.to(torch.float32).clone()
                 torch.autograd.graph.increment_version(parameter)
             else:
-                parameter.copy_(value)
+                write(parameter, value)
+            owner = self._sharded.get(name, parameter)
+            if owner is not parameter:
+                write(owner, value)
 
     @property
     def is_frozen(self) -> bool:
@@ -175,21 +179,10 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
             parameter.requires_grad_(not enabled)
 
     def reset_statistics(self) -> None:
-        """Find the initial values anew with the next tensor.
-
-        Parameters that are sharded over processes (FSDP) keep their values, with a warning: calibrate before sharding.
-        """
-        if self._is_sharded():
-            warnings.warn(
-                "Learned quantization parameters are sharded already, so they start from what was observed before. "
-                "Calibrate before fully_shard().",
-                stacklevel=3,
-            )
-            return
+        """Find the initial values anew with the next tensor."""
+        learned: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}
+        self._sharded = {name: parameter for name, parameter in learned.items() if is_sharded(parameter)}
         self._statistics, self._restart = None, True
-
-    def _is_sharded(self) -> bool:
-        return any(is_sharded(p) for p in self._parameters.values() if p is not None)
 
     def _merge_statistics(self, other: Any) -> None:
         if other._statistics is None:
@@ -208,7 +201,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         return statistics
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_derived": None}
+        return {**self.__dict__, "_derived": None, "_sharded": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}
@@ -261,7 +254,7 @@ class LSQQParamsCalculator(LearnedQParamsCalculatorBase):
         return {"scale": self._step(step), "zero_point": zero_point}
 
     def _derive(self) -> QParams:
-        scale = self._step(self.scale)
+        scale = self._step(whole(self.scale))
         assert self.zero_point is not None
         return scale, self.zero_point, (self.quant_min - self.zero_point) * scale
 
@@ -289,9 +282,9 @@ class LSQPlusQParamsCalculator(LearnedQParamsCalculatorBase):
         return {"scale": scale, "offset": offset, "zero_point": zero_point}
 
     def _derive(self) -> QParams:
-        scale = self._step(self.scale)
-        zero_point = torch.clamp(torch.round(-self.offset / scale), self.quant_min, self.quant_max).to(torch.int32)
-        return scale, zero_point, self.offset.to(torch.float32) + self.quant_min * scale
+        scale, offset = self._step(whole(self.scale)), whole(self.offset)
+        zero_point = torch.clamp(torch.round(-offset / scale), self.quant_min, self.quant_max).to(torch.int32)
+        return scale, zero_point, offset.to(torch.float32) + self.quant_min * scale
 
 
 @QParamsCalculatorBase.register("pact")
@@ -314,11 +307,11 @@ class PACTQParamsCalculator(LearnedQParamsCalculatorBase):
     @property
     def scale(self) -> torch.Tensor:  # type: ignore[override]
         """``alpha / (quant_max - quant_min)``, one entry per block, float32."""
-        return self._step(self.alpha / float(self.quant_max - self.quant_min)).detach()
+        return self._step(whole(self.alpha) / float(self.quant_max - self.quant_min)).detach()
 
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"alpha": high.clamp(min=_SMALLEST), "zero_point": torch.full_like(high, self.quant_min).to(torch.int32)}
 
     def _derive(self) -> QParams:
-        scale = self._step(self.alpha / float(self.quant_max - self.quant_min))
+        scale = self._step(whole(self.alpha) / float(self.quant_max - self.quant_min))
         return scale, self.zero_point, torch.zeros_like(scale)
