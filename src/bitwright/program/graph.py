@@ -21,6 +21,7 @@ from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .masks import holds_mask
 from .model import Program
+from .stack_traces import short_stack_traces
 from .unlift import unlift
 
 __all__ = ["capture_graph", "plain_attention"]
@@ -77,6 +78,7 @@ def _export(
         if no_grad:
             stack.enter_context(torch.no_grad())
         stack.enter_context(plain_attention())
+        stack.enter_context(short_stack_traces())
         stack.enter_context(without_foreign_results(model))
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
