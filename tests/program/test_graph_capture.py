@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.fx import proxy
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils._traceback import CapturedTraceback
 
 from bitwright.program import ValueKind
 from bitwright.program.graph import capture_graph
@@ -388,3 +393,47 @@ def test_generated_code_calls_torchs_functions_and_the_graph_keeps_the_ops() -> 
     assert torch.equal(module(x), model(x))
     exported = torch.export.export(module, (x,)).module()
     assert targets <= {node.target for node in exported.graph.nodes}
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "parameter": lambda m: setattr(m.get_submodule("0"), "weight", nn.Parameter(torch.full((4, 4), 0.5))),
+    "module": lambda m: setattr(m, "0", nn.Linear(4, 4)),
+    "inner module": lambda m: setattr(m.get_submodule("1"), "0", nn.Linear(4, 4)),
+    "parametrization": lambda m: parametrizations.weight_norm(m.get_submodule("1.0")),
+    "written": lambda m: m.get_submodule("0").weight.data.mul_(3),
+    "buffer": lambda m: m.get_submodule("2").register_buffer("running_mean", torch.ones(4)),
+    "no bias": lambda m: setattr(m.get_submodule("0"), "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_states_are_read_where_they_are(change: str) -> None:
+    """What is set or replaced in the module tree is used, as in any other module."""
+    models = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.BatchNorm1d(4)).eval()
+        model = capture_graph(model, (torch.randn(2, 4),))[0] if capture else model
+        model(torch.randn(2, 4))
+        torch.manual_seed(1)
+        CHANGES[change](model)
+        models.append(model)
+    x = torch.randn(2, 4)
+    assert torch.equal(models[1](x), models[0](x))
+    other = {name: value * 2 for name, value in models[0].state_dict().items() if value.is_floating_point()}
+    assert torch.equal(functional_call(models[1], other, (x,)), functional_call(models[0], other, (x,)))
+    assert torch.equal(models[1](x), models[0](x))
+
+
+def test_stack_traces_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Outer(), Lambda(lambda s, y: torch.relu(y["left"]) + 1)), torch.randn(3, 4)
+    traces = []
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr("bitwright.program.graph.short_stack_traces", contextlib.nullcontext)
+        module, _ = capture_graph(model, (x,))
+        traces.append([(node.name, node.stack_trace) for node in module.graph.nodes])
+    assert traces[0] == traces[1]
+    assert any(trace is not None and "test_graph_capture.py" in trace for _, trace in traces[0])
+    assert proxy.CapturedTraceback is CapturedTraceback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -72,9 +72,8 @@ class TracedGraphModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
-        names = {name for name, module in self._modules.items() if isinstance(module, DirectlyCalled)}
         with self._graph.on_generate_code(
-            lambda given: lambda body: _with_faster_calls(body if given is None else given(body), names)
+            lambda given: lambda body: _with_short_ways(body if given is None else given(body), self)
         ):
             return super().recompile()
 
@@ -112,11 +111,15 @@ class TracedGraphModule(fx.GraphModule):
 
 # A call of a module in generated code; what follows says that its argument is not used any more.
 _MODULE_CALL = re.compile(r" = self\.(\w+)\((\w+)\)(;  \2 = None$)?", re.MULTILINE)
+# A read of a tensor in generated code, and the steps to it: ``getattr(getattr(self, "0").block, "1").weight``.
+_READ = re.compile(r"^(\w+) = ((?:getattr\()*self(?:\.\w+|, \"[^\"\\]+\"\))+)$", re.MULTILINE)
+_STEP = re.compile(r', "([^"]+)"\)|\.(\w+)')
 _CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules"
 
 
-def _with_faster_calls(body: list[str], directly: Set[str]) -> list[str]:
-    """Return lines of generated code with the calls of ``_CALLED_AS``, and direct calls of the modules named so."""
+def _with_short_ways(body: list[str], module: nn.Module) -> list[str]:
+    """Return lines of generated code with the calls of ``_CALLED_AS``, short reads, and direct calls of simulators."""
+    directly = {name for name, child in module._modules.items() if isinstance(child, DirectlyCalled)}
 
     def direct(call: re.Match[str]) -> str:
         name, argument, last = call.groups()
@@ -129,9 +132,27 @@ def _with_faster_calls(body: list[str], directly: Set[str]) -> list[str]:
         start = line.find(" = torch.ops.aten.")
         called = line[start : line.find("(", start) + 1] if start >= 0 else ""
         changed.append(line.replace(called, _CALLED_AS[called], 1) if called in _CALLED_AS else line)
-    if not directly:
-        return changed
-    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, "".join(changed))]
+    text = _READ.sub(lambda read: _short_read(read, module), "".join(changed))
+    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, text)]
+
+
+def _short_read(read: re.Match[str], module: nn.Module) -> str:
+    """Return code that reads a tensor of a submodule from the dictionaries it lies in.
+
+    By attributes each step would first look for what is not there: ``nn.Module`` answers only for what is missing.
+    """
+    variable, path = read.groups()
+    *owners, name = [quoted or plain for quoted, plain in _STEP.findall(path)]
+    owner: Any = module
+    for step in owners:
+        owner = owner._modules.get(step)
+        if owner is None:
+            return read[0]
+    kept = next((place for place in ("_parameters", "_buffers") if owner.__dict__[place].get(name) is not None), None)
+    if kept is None:
+        return read[0]
+    way = "".join(f'._modules["{step}"]' for step in owners)
+    return f'{variable} = self{way}.{kept}.get("{name}")\nif {variable} is None: {variable} = {path}'
 
 
 def uncompiled_copy(module: TracedGraphModule, memo: dict[int, Any]) -> TracedGraphModule:
