@@ -60,7 +60,10 @@ class Shortcut:
 
 
 class DirectlyCalled(nn.Module):
-    """A module with a shortcut; registering a hook sees to it that the module is called as any other."""
+    """A module with a shortcut.
+
+    Registering a hook sees to it that the module is called as any other; setting an attribute takes the shortcut away.
+    """
 
     #: The ``forward`` that does no more than going the short way or the long one.
     _direct_forward: ClassVar[Any] = None
@@ -68,6 +71,20 @@ class DirectlyCalled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._shortcut = Shortcut()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "training":  # the one attribute that shortcuts look at themselves
+            self._forget_shortcut()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._forget_shortcut()
+
+    def _forget_shortcut(self) -> None:
+        shortcut = self.__dict__.get("_shortcut")
+        if shortcut is not None:
+            shortcut.call = None
 
     def _go_long_way(self, tensor: torch.Tensor, unneeded: bool) -> torch.Tensor:
         """Map ``tensor`` in any case; ``unneeded`` as for ``Call``."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ __all__ = [
     "observe_running_and_fake_quantize",
     "quantize",
     "ready_call",
-    "same_elements",
     "set_form",
+    "take_snapshot",
     "undisturbed",
 ]
 
@@ -141,27 +140,32 @@ def ready_call(
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
     """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
     if marking(y):
-        mark(y, made, ready.block_size, ready.grid, _cpu_form())
+        block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
+        mark(y, made, block_size, ready.grid, _cpu_form())
 
 
-def same_elements(elements: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that says whether a tensor of integers on the CPU has the elements that it has now.
+def take_snapshot(*tensors: torch.Tensor) -> Any:
+    """Return an object whose ``holds()`` says whether tensors have the elements that they have now.
 
     Args:
-        elements: one-dimensional view whose memory stays where it is while the function is in use.
+        *tensors: integers or booleans on the CPU, of at most one dimension, whose memory stays where it is while the
+            snapshot is in use.
     """
-    kept = elements.clone()
     if _cpu_form() is reference:
-        return lambda: torch.equal(elements, kept)
-    from .cpu.ready import compare
+        return _Copies(tensors)
+    from .cpu.snapshot import Snapshot
 
-    size = elements.element_size()
-    arguments = (elements.data_ptr(), size * elements.stride(0), kept.data_ptr(), len(kept), size)
-    return partial(_compare, compare, arguments, kept)
+    return Snapshot(*tensors)
 
 
-def _compare(compare: Callable[..., bool], arguments: tuple[int, ...], kept: torch.Tensor) -> bool:
-    return compare(*arguments)
+class _Copies:
+    """What ``cpu.snapshot.Snapshot`` is, without compiled code."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._pairs = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def holds(self) -> bool:
+        return all(torch.equal(now, kept) for now, kept in self._pairs)
 
 
 def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.kernels import set_form
+from bitwright.kernels import saved_as_codes, set_form
 from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity, QuantizationSpec
 from bitwright.quantization.spec.factory import QuantizationComponentFactory
 
@@ -52,12 +54,17 @@ CHANGES: dict[str, Change] = {
     "fake-quantize off": lambda s: s.disable_fake_quant(),
     "switch buffer": lambda s: s.fake_quant_enabled.fill_(0),
     "switch buffer replaced": lambda s: setattr(s, "observer_enabled", torch.zeros(1, dtype=torch.uint8)),
+    "switch buffer put in": lambda s: s._buffers.update(fake_quant_enabled=torch.zeros(1, dtype=torch.uint8)),
+    "switch buffer registered": lambda s: s.register_buffer("_disabled", torch.tensor(True)),
+    "switch data": lambda s: s.fake_quant_enabled.data.zero_(),
     "disabled": lambda s: s._disabled.fill_(True),
     "scale in place": lambda s: s.qparams_calculator.scale.mul_(2),
     "scale data": _data,
     "scale replaced": _new_buffer,
     "state loaded": _load,
+    "scale put in": lambda s: s.qparams_calculator._buffers.update(scale=s.qparams_calculator.scale * 3),
     "grid": _grid,
+    "granularity": lambda s: setattr(s, "_granularity", PerChannelGranularity(axis=0)),
     "formulation": lambda s: setattr(s, "qformulation", "minval"),
     "restart": lambda s: s.reset_statistics(),
     "frozen": lambda s: s.set_export_mode(True),
@@ -108,6 +115,42 @@ def test_shapes_take_turns(granularity: Any) -> None:
             y = mine(leaf)
             assert torch.equal(y, expected)
             assert y.requires_grad
+
+
+def test_shapes_of_as_many_elements() -> None:
+    """One scale for the whole tensor: kernels are known by the number of elements, codes keep the shape."""
+    mine = simulator()
+    mine(torch.randn(4, 8))
+    mine.disable_observer()
+    for shape in ((4, 8), (8, 4), (32,), (2, 2, 8)):
+        x, results = torch.randn(shape), []
+        for codes in (True, False):
+            leaf = x.clone().requires_grad_()
+            with saved_as_codes(minimum=1) if codes else contextlib.nullcontext():
+                y = mine(leaf)
+                (y * y).sum().backward()
+            assert y.shape == shape
+            results += [y, leaf.grad]
+            assert torch.equal(mine(x), y)
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(results[1], results[3])
+
+
+@torch.no_grad()
+def test_functional_calls_use_what_they_are_given() -> None:
+    mine, weight = simulator("WEIGHT", granularity=PerChannelGranularity(axis=0)), nn.Parameter(torch.randn(4, 8))
+    for target, x in ((mine, weight), (simulator(), torch.randn(4, 8))):
+        target(x)
+        target.disable_observer()
+        target.eval()
+        before = [target(x) for _ in range(3)][-1].clone()
+        other = {"qparams_calculator.scale": target.qparams_calculator.scale * 2}
+        expected = target._fake_quantize(x, other["qparams_calculator.scale"], *target.calculate_qparams()[1:])
+        for _ in range(3):
+            assert torch.equal(functional_call(target, other, (x,)), expected)
+        off = {"fake_quant_enabled": torch.zeros(1, dtype=torch.uint8)}
+        assert torch.equal(functional_call(target, off, (x,)), x)
+        assert torch.equal(target(x), before)
 
 
 def test_versions_advance_while_observing() -> None:

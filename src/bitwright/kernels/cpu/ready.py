@@ -22,18 +22,20 @@ from bitwright.kernels.straight_through import straight_through
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
 from .fused import apply_mask, threads_for
-from .lanes import peek_f32, peek_f64, peek_i32, peek_i64, peek_u8, stack_room
+from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, map_part, map_words
 from .memory import empty_like, lasting_bytes, over
 from .native import DTYPES, native_grid, scheme_code
 from .ranges import join_parts, keys_of
 from .relu import keep_signs, map_and_sign_part, signs_to_keep
+from .snapshot import Snapshot, unchanged
 from .threads import run_parts
 from .walking import vector_room
 
-__all__ = ["ReadyCall", "compare", "suits"]
+__all__ = ["ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
+_always = partial(bool, 1)
 
 ready_keys = stack_room(2 * 4 * FEW)
 
@@ -84,32 +86,18 @@ def observe_and_map_ready(x: int, y: int, mode: int, job: int) -> None:
 
 
 @compiled
-def same_elements(tensor: int, stride: int, kept: int, count: int, size: int) -> bool:
-    """Return whether elements of a tensor have the bits of a copy.
-
-    Args:
-        tensor: address of the first element.
-        stride: bytes from one element to the next.
-        kept: address of the copy, without gaps.
-        count: number of elements.
-        size: bytes of an element.
-    """
-    different = np.int32(0)
-    if size == 4:
-        for place in range(count):
-            different |= peek_i32(tensor + place * stride) ^ peek_i32(kept + 4 * place)
-    else:
-        for place in range(count * size):
-            element = place // size
-            inside = place - element * size
-            different |= np.int32(peek_u8(tensor + element * stride + inside) ^ peek_u8(kept + place))
-    return bool(different == 0)
+def map_ready_if_unchanged(x: int, y: int, job: int) -> bool:
+    """``map_ready`` without a mask, unless the elements of the job's snapshot have changed; return whether it ran."""
+    if not unchanged(peek_i64(job + 120)):
+        return False
+    map_ready(x, y, 0, job)
+    return True
 
 
 _map_ready = entry(map_ready, 4)
 _observe_ready = entry(observe_ready, 3)
 _observe_and_map_ready = entry(observe_and_map_ready, 4)
-compare = entry(same_elements, 5)
+_map_ready_if_unchanged = entry(map_ready_if_unchanged, 3)
 
 
 def suits(
@@ -145,6 +133,7 @@ class ReadyCall:
         scheme: see ``reference.choose_qparams``; for ``observe``.
         scale_dtype: likewise.
         averaging_constant: see ``reference.observe_running_and_fake_quantize``.
+        snapshot: what ``run`` looks at first.
 
     Raises:
         ValueError: the parameters do not fit.
@@ -155,6 +144,7 @@ class ReadyCall:
         "_alive",
         "_arguments",
         "_average",
+        "_holds",
         "_large",
         "_layout",
         "block_size",
@@ -172,6 +162,7 @@ class ReadyCall:
         scheme: str = "symmetric",
         scale_dtype: torch.dtype | None = None,
         averaging_constant: float | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         scale, zero_point, minval = made
         native, layout = native_grid(grid), layout_of(x.shape, None, block_size)
@@ -185,25 +176,26 @@ class ReadyCall:
             [
                 DTYPES[x.dtype], layout.words, layout.address, native.address, addresses[0], points, origins,
                 *addresses, layout.blocks, scheme_code(grid, scheme, scale_dtype), 0,
+                0 if snapshot is None else snapshot.address,
             ],
             dtype=np.int64,
         )  # fmt: skip
-        job[-1:].view(np.float64)[0] = averaging_constant or 0.0
+        job[14:15].view(np.float64)[0] = averaging_constant or 0.0
         self._average = 2 if averaging_constant is None else 1
-        self._alive, self._layout = (job, layout, native, made, running), layout
+        self._alive, self._layout = (job, layout, native, made, running, snapshot), layout
+        self._holds = _always if snapshot is None else snapshot.holds
         self._arguments = tuple(int(word) for word in (*job[4:7], *job[2:4], job[1]))
         self._large = layout.numel >= SMALL
         self.block_size, self.grid = block_size, grid
         self._address = job.ctypes.data
         self.mask_bytes = 2 * layout.words
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize without a gradient."""
+    def run(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Fake-quantize without a gradient; None if the elements of the snapshot are not what they were."""
         if self._large:
-            return self.run_masked(x, None)
+            return self.run_masked(x, None) if self._holds() else None
         y = _empty_like(x)
-        _map_ready(x.data_ptr(), y.data_ptr(), 0, self._address)
-        return y
+        return y if _map_ready_if_unchanged(x.data_ptr(), y.data_ptr(), self._address) else None
 
     def run_with_gradient(self, x: torch.Tensor, unneeded: bool = False) -> torch.Tensor:
         """Fake-quantize a tensor that requires a gradient.

@@ -7,56 +7,38 @@ long way depend, and then calls a prepared kernel. Where anything differs it ret
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from bitwright._utils.direct_calls import Call
-from bitwright.kernels.dispatch import note_codes, ready_call, undisturbed
+from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, undisturbed
 
 from ._one_pass import tracks_in_place
 from ._recall import will_be_repeated
-from ._weight_memory import WeightMemory
+from ._weight_memory import WeightMemory, watch
+from .granularity import PerTensorGranularity
 
 __all__ = ["observing", "quantizing", "remembering"]
 
 QParams = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _SHAPES = 16
+_STRIDED = torch.strided
 _backward_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
 
 
-def _settings(simulator: Any, calculator: Any) -> Callable[[dict[str, Any]], bool]:
-    """Return a function that says whether a simulator, given as its ``__dict__``, is set as it is now."""
-    observer, fake_quant, off = simulator._seen
-    version = simulator._seen_version
-    granularity, dtype, formulation = simulator._granularity, simulator.dtype, simulator.qformulation
-    low, high = simulator.quant_min, simulator.quant_max
-
-    def unchanged(state: dict[str, Any]) -> bool:
-        buffers = state["_buffers"]
-        return (
-            buffers["observer_enabled"] is observer
-            and buffers["fake_quant_enabled"] is fake_quant
-            and buffers["_disabled"] is off
-            and observer._version + fake_quant._version + off._version == version
-            and state["_modules"]["qparams_calculator"] is calculator
-            and state["_granularity"] is granularity
-            and state["quant_min"] is low
-            and state["quant_max"] is high
-            and state["dtype"] is dtype
-            and state["qformulation"] is formulation
-        )
-
-    return unchanged
+def _switches(simulator: Any) -> tuple[torch.Tensor, ...] | None:
+    """Return the buffers of a simulator's switches; None where compiled code cannot read them."""
+    buffers: tuple[Any, ...] = simulator._seen
+    return buffers if all(map(_is_readable, buffers)) else None
 
 
-def _is_simple(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
+def _is_readable(b: torch.Tensor | None) -> bool:
+    return b is not None and b.is_cpu and b.element_size() == 1 and b.numel() == 1 and not b.is_inference()
 
 
 def _with_gradient(ready: Any, x: torch.Tensor, made: QParams, unneeded: bool) -> torch.Tensor:
@@ -74,23 +56,33 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         calculator: its calculator.
         tensor: what it was given.
     """
+    switches = _switches(simulator)
+    if switches is None:
+        return None
+    observer, fake_quant, off = switches
+    snapshot = take_snapshot(*switches)
     buffers = calculator._buffers
     made = buffers["scale"], buffers["zero_point"], buffers["minval"]
-    ready = _ready(simulator, tensor, made)
+    ready = _ready(simulator, tensor, made, snapshot=snapshot)
     if ready is None:
         return None
     scale, point, origin = made
-    unchanged, dtype = _settings(simulator, calculator), tensor.dtype
+    dtype = tensor.dtype
     other = scale if point is None else origin if simulator._current_grid().formulation == "minval" else point
     name = "scale" if point is None else "minval" if other is origin else "zero_point"
     at, other_at = scale.data_ptr(), other.data_ptr()
-    known = {tensor.shape: ready}
+    whole = isinstance(simulator._granularity, PerTensorGranularity)
+    known: dict[Any, Any] = {tensor.numel() if whole else tensor.shape: ready}
 
     def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
+        own = simulator.__dict__
+        switch = own["_buffers"]
         if (
             type(x) is not torch.Tensor
             or x.dtype is not dtype
-            or not unchanged(simulator.__dict__)
+            or switch["observer_enabled"] is not observer
+            or switch["fake_quant_enabled"] is not fake_quant
+            or switch["_disabled"] is not off
             or buffers["scale"] is not scale
             or buffers[name] is not other
             or scale.data_ptr() != at
@@ -98,14 +90,15 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
             or not undisturbed()
         ):
             return None
-        ready = known.get(x.shape)
+        key = x.numel() if whole else x.shape
+        ready = known.get(key)
         if ready is None:
-            ready = _another(known, simulator, x, made)
-        if ready is None or not _is_simple(x):
+            ready = _another(known, key, simulator, x, made, snapshot=snapshot)
+        if ready is None or not x.is_cpu or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
             return None
         if x.requires_grad and _grad_enabled():
-            return _with_gradient(ready, x, made, unneeded)
-        quantized: torch.Tensor = ready.run(x)
+            return _with_gradient(ready, x, made, unneeded) if snapshot.holds() else None
+        quantized: torch.Tensor | None = ready.run(x)
         return quantized
 
     return call
@@ -118,7 +111,7 @@ def _ready(simulator: Any, tensor: torch.Tensor, made: QParams, **options: Any) 
     return ready_call(tensor, made, block_size=block_size, grid=grid, **options)
 
 
-def _another(known: dict[torch.Size, Any], simulator: Any, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+def _another(known: dict[Any, Any], key: Any, simulator: Any, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
     """Prepare the kernel for a further shape; None where there is none."""
     try:
         ready = _ready(simulator, tensor, *rest, **options)
@@ -127,7 +120,7 @@ def _another(known: dict[torch.Size, Any], simulator: Any, tensor: torch.Tensor,
     if ready is not None:
         if len(known) >= _SHAPES:
             known.clear()
-        known[tensor.shape] = ready
+        known[key] = ready
     return ready
 
 
@@ -136,8 +129,11 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
 
     Takes the arguments of ``quantizing``.
     """
-    if not tracks_in_place(calculator, tensor.dtype, tensor.device):
+    switches = _switches(simulator)
+    if switches is None or not tracks_in_place(calculator, tensor.dtype, tensor.device):
         return None
+    observer, fake_quant, off = switches
+    version = simulator._seen_version
     buffers, progress, modules = calculator._buffers, calculator._progress, calculator._modules
     names = ("running_min", "running_max", "scale", "zero_point", "minval")
     running_min, running_max, scale, zero_point, minval = (buffers[name] for name in names)
@@ -152,7 +148,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     ready = _ready(simulator, tensor, made, **options)
     if ready is None or simulator._layout.counts != running_min.shape:
         return None
-    unchanged, dtype, quantize = _settings(simulator, calculator), tensor.dtype, simulator._fake_quant_on
+    dtype, quantize = tensor.dtype, simulator._fake_quant_on
     settings = calculator.__dict__
     initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
@@ -161,10 +157,15 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     written = [t for _, t, _ in state]
 
     def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
+        own = simulator.__dict__
+        switch = own["_buffers"]
         if (
             type(x) is not torch.Tensor
             or x.dtype is not dtype
-            or not unchanged(simulator.__dict__)
+            or switch["observer_enabled"] is not observer
+            or switch["fake_quant_enabled"] is not fake_quant
+            or switch["_disabled"] is not off
+            or observer._version + fake_quant._version + off._version != version
             or settings["_initialized"] is not initialized
             or settings["_export_mode"] is not exporting
             or settings["float_range"] is not fixed
@@ -174,16 +175,16 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or modules["range_calculator"] is not ranges
             or not undisturbed()
             or _backward_task() != -1
-            or will_be_repeated(simulator.__dict__["training"], False)
+            or will_be_repeated(own["training"], False)
         ):
             return None
         ready = known.get(x.shape)
         if ready is None:
-            ready = _another(known, simulator, x, made, **options)
+            ready = _another(known, x.shape, simulator, x, made, **options)
             if simulator._layout.counts != running_min.shape:
                 known.clear()
                 return None
-        if ready is None or not _is_simple(x):
+        if ready is None or not x.is_cpu or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
             return None
         for name, tensor, address in state:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
@@ -207,24 +208,29 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
     Takes the arguments of ``quantizing``.
     """
     memory: WeightMemory = simulator._memory
-    state, output = memory.kept_state, memory.output
-    if state is None or output is None or output.is_inference():
+    kept, version, switches = memory.output, memory.kept_version, _switches(simulator)
+    if kept is None or kept.is_inference() or switches is None:
         return None
-    unchanged, grid = _settings(simulator, calculator), simulator._current_grid()
-    buffers = calculator._buffers
+    observer, fake_quant, off = switches
+    buffers, grid = calculator._buffers, simulator._current_grid()
+    still = watch(weight, (buffers["scale"], buffers["zero_point"], buffers["minval"]), grid, switches)
+    if still is None:
+        return None
 
     def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         own = simulator.__dict__
+        switch = own["_buffers"]
         if (
             own["training"]
-            or memory.output is not output
-            or memory.kept_state is not state
-            or not simulator.keep_frozen_weight
-            or not unchanged(own)
-            or not state.matches(weight, (buffers["scale"], buffers["zero_point"], buffers["minval"]), grid)
+            or memory.kept is not kept
+            or kept._version != version
+            or switch["observer_enabled"] is not observer
+            or switch["fake_quant_enabled"] is not fake_quant
+            or switch["_disabled"] is not off
+            or not still(weight, (buffers["scale"], buffers["zero_point"], buffers["minval"]), grid)
             or (weight.requires_grad and _grad_enabled())
         ):
             return None
-        return output
+        return kept
 
     return call

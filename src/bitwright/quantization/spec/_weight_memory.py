@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from bitwright.kernels import Grid
-from bitwright.kernels.dispatch import same_elements
+from bitwright.kernels.dispatch import take_snapshot
 
 from ._sharded import may_change_unseen
 
-__all__ = ["WeightMemory"]
+__all__ = ["WeightMemory", "watch"]
 
 QParams = tuple[torch.Tensor | None, ...]
+Holds = Callable[[torch.Tensor, QParams, Grid], bool]
 
 _SAMPLES = 64
 _BITS_AS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,9 +34,12 @@ class WeightMemory:
 
     Attributes:
         observed: whether the parameters of the remembered state were computed from its weight.
+        state: takes a weight, its parameters and the grid, and says whether they are in the remembered state.
+        kept: the quantized weight of the remembered state, whether or not somebody has written to it since.
+        kept_version: what its version was; 0 for an inference tensor.
     """
 
-    __slots__ = ("_output", "_output_version", "_state", "observed")
+    __slots__ = ("kept", "kept_version", "observed", "state")
 
     def __init__(self) -> None:
         self.forget()
@@ -45,103 +49,88 @@ class WeightMemory:
 
     def forget(self) -> None:
         """Forget everything."""
-        self._state: _State | None = None
+        self.state: Holds | None = None
         self.observed = False
         self.drop_output()
 
     def drop_output(self) -> None:
         """Free the quantized weight."""
-        self._output: torch.Tensor | None = None
-        self._output_version = 0
+        self.kept: torch.Tensor | None = None
+        self.kept_version = 0
 
     def knows(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> bool:
         """Return whether the remembered state is the present one."""
-        return self._state is not None and self._state.matches(weight, qparams, grid)
+        return self.state is not None and self.state(weight, qparams, grid)
 
     def remember(self, weight: torch.Tensor, qparams: QParams, grid: Grid, observed: bool) -> None:
         """Remember the present state in place of any other."""
         self.forget()
-        self._state = _State.of(weight, qparams, grid)
-        self.observed = observed and self._state is not None
+        self.state = watch(weight, qparams, grid)
+        self.observed = observed and self.state is not None
 
     def keep(self, output: torch.Tensor) -> None:
         """Keep the quantized weight of the remembered state."""
-        if self._state is not None:
-            self._output = output
-            self._output_version = 0 if output.is_inference() else output._version
-
-    @property
-    def kept_state(self) -> _State | None:
-        """The remembered state."""
-        return self._state
+        if self.state is not None:
+            self.kept = output
+            self.kept_version = 0 if output.is_inference() else output._version
 
     @property
     def output(self) -> torch.Tensor | None:
         """The quantized weight of the remembered state, if it is kept and nobody has written to it."""
-        output = self._output
+        output = self.kept
         if output is None:
             return None
         if output.is_inference():  # unusable outside inference mode, and without a version counter
             return output if torch.is_inference_mode_enabled() else None
-        return output if output._version == self._output_version else None
+        return output if output._version == self.kept_version else None
 
 
-class _State:
-    """A weight and its parameters at one moment."""
+def watch(weight: torch.Tensor, qparams: QParams, grid: Grid, switches: Sequence[torch.Tensor] = ()) -> Holds | None:
+    """Return a function that takes a weight, its parameters and the grid, and says whether they are as they are now.
 
-    __slots__ = ("_same", "address", "grid", "qparams", "qparams_version", "version", "weight")
+    Args:
+        weight: what is quantized.
+        qparams: scale, zero point and minval.
+        grid: the codes.
+        switches: buffers of one element whose values must also be as they are now.
 
-    def __init__(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> None:
-        self.weight = weakref.ref(weight)
-        self.version = weight._version
-        self.address = weight.data_ptr()
-        self.qparams = qparams
-        self.qparams_version = _total_version(qparams)
-        self.grid = grid
-        self._same = _comparison(weight)
+    Returns:
+        None where a change would go unnoticed.
+    """
+    if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta or may_change_unseen():
+        return None
+    scale, zero_point, minval = qparams
+    written = [t for t in qparams if t is not None]
+    if any(t.is_inference() for t in written):  # without a version counter
+        return None
+    first, second, third = (*written, *written[:1], *written[:1])[:3]
+    total = first._version + second._version + third._version
+    seen, version, address = weakref.ref(weight), weight._version, weight.data_ptr()
+    sample = take_snapshot(*switches, *_sample(weight))
 
-    @classmethod
-    def of(cls, weight: torch.Tensor, qparams: QParams, grid: Grid) -> _State | None:
-        """Return the present state, or None where later changes could not be noticed."""
-        if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta or may_change_unseen():
-            return None
-        try:
-            return cls(weight, qparams, grid)
-        except RuntimeError:  # parameters without a version counter
-            return None
-
-    def matches(self, weight: torch.Tensor, qparams: QParams, grid: Grid) -> bool:
-        """Return whether nothing has changed since."""
-        scale, zero_point, minval = self.qparams
+    def still(weight: torch.Tensor, qparams: QParams, now: Grid) -> bool:
         return (
-            self.weight() is weight
-            and weight._version == self.version
-            and weight.data_ptr() == self.address
-            and grid is self.grid
+            seen() is weight
+            and weight._version == version
+            and weight.data_ptr() == address
+            and now is grid
             and qparams[0] is scale
             and qparams[1] is zero_point
             and qparams[2] is minval
-            and _total_version(qparams) == self.qparams_version
-            and self._same()
+            and first._version + second._version + third._version == total
+            and sample.holds()
         )
 
-
-def _total_version(tensors: QParams) -> int:
-    total = 0
-    for tensor in tensors:
-        if tensor is not None:
-            total += tensor._version
-    return total
+    return still
 
 
-def _comparison(weight: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that compares some elements, spread over a contiguous tensor in main memory, with now.
+def _sample(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return some elements, spread over a contiguous tensor in main memory, as integers; nothing of any other tensor.
 
-    It must not be called when the tensor's memory has moved. For any other tensor it returns True.
+    They must not be read when the tensor's memory has moved.
     """
     integers = _BITS_AS.get(weight.element_size())
     if integers is None or not weight.is_cpu or not weight.is_contiguous():
-        return lambda: True
+        return []
     elements = weight.detach().view(-1).view(integers)
-    step = max(1, elements.numel() // _SAMPLES)
-    return same_elements(elements[::step])
+    return [elements[:: max(1, elements.numel() // _SAMPLES)]]
