@@ -93,6 +93,19 @@ class TestChains:
             "linear_1",
         ]
 
+    def test_ranks_within_a_section(self) -> None:
+        """In the order in which modules are claimed: later ones first, and parents before heirs; as in coreai-opt."""
+        part = ModuleQuantizerConfig()
+        model = nn.Sequential(linear(), Lambda(lambda s, x: s.l(x) * 2.0, l=linear()))
+        _, program = capture_graph(model, (X,))
+        for config, expected in (
+            (QuantizerConfig(module_name_configs={"[01].*": part}), ["linear_1", "mul", "linear"]),
+            (QuantizerConfig(module_type_configs={nn.Linear: part, Lambda: part}), ["mul", "linear_1", "linear"]),
+            (QuantizerConfig(), ["linear", "linear_1", "mul"]),
+        ):
+            chains = find_chains(program, resolve_module_rules(config, model))
+            assert [chain.primary.name for chain in sorted(chains, key=lambda c: c.rank)] == expected
+
     def test_op_types_match_every_spelling(self) -> None:
         """``concat`` and ``cat`` are one; a fused pattern's key and an attention's function name work too."""
         for key in ("cat", "concat"):
@@ -125,6 +138,17 @@ class TestSharing:
         assert row.spec.dtype == torch.int4
         assert row.rule == "module_name_configs['1'].op_input_spec['*']"
         assert "global_config.op_output_spec" in row.note
+
+    @pytest.mark.parametrize(("op_input", "simulated"), [({}, True), (None, False)])
+    def test_an_op_that_moves_values_is_off_where_all_of_it_is(self, op_input: Any, simulated: bool) -> None:
+        """A mean whose result is off is simulated with what it reads, unless its input is off as well."""
+        pool = ModuleQuantizerConfig(op_input_spec=op_input, op_output_spec=None)
+        config = QuantizerConfig(
+            module_name_configs={"p": pool, "m": ModuleQuantizerConfig(op_input_spec={})},
+        )
+        layers = {"l": linear(), "p": Lambda(lambda s, x: x.mean(0, True)), "m": linear()}
+        model = Lambda(lambda s, x: s.m(s.p(s.l(x))), **layers)
+        assert ("mean[output 0]" in rows(plan_of(model, config=config))) == simulated
 
     def test_subclasses_of_specs_keep_their_fields(self) -> None:
         """What reconciliation changes is changed in the user's own class."""

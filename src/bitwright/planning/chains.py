@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bitwright.config.matching import ModuleRules, OpLevel, OpRule, resolve_op_rule
+from bitwright.config.matching import ConfigLevel, ModuleRule, ModuleRules, OpLevel, OpRule, resolve_op_rule
 from bitwright.program import Op, Program, Value
 from bitwright.program.aten_names import canonical_name
 
@@ -28,7 +28,8 @@ class Chain:
         overridden: rules that name only a later op of the chain; they have no effect.
         rank: place among all chains of the program, the strongest first. Rules by name are stronger than rules by
             type and those stronger than the global one; within each, op names, op types and defaults in this order;
-            then longer chains, later entries of the configuration, earlier ops.
+            then longer chains, modules that entries claim first (those of later entries, later modules of one entry,
+            parents before children), earlier ops.
     """
 
     ops: tuple[Op, ...]
@@ -82,7 +83,7 @@ def find_chains(
         rule = _resolve(op, rules, role.pattern, key)
         inner = tuple(found for later in ops[1:] if (found := _resolve(later, rules)).level is not OpLevel.DEFAULT)
         chains.append(Chain(ops, role, key, rule, inner))
-    _rank(chains, rules)
+    _rank(chains)
     return chains
 
 
@@ -150,19 +151,21 @@ def _key(role: OpRole, ops: Sequence[Op]) -> str:
     return "_".join(parts)
 
 
-def _rank(chains: list[Chain], rules: ModuleRules) -> None:
-    entry_order: dict[str, int] = {}
-    for _, rule in rules.by_priority():
-        entry_order.setdefault(rule.describe(), len(entry_order))
+def _rank(chains: list[Chain]) -> None:
     order = sorted(
         range(len(chains)),
         key=lambda i: (
             chains[i].rule.module_rule.level,
             chains[i].rule.level,
             -len(chains[i].ops),
-            entry_order[chains[i].rule.module_rule.describe()],
+            _module_order(chains[i].rule.module_rule),
             i,
         ),
     )
     for rank, i in enumerate(order):
         chains[i].rank = rank
+
+
+def _module_order(rule: ModuleRule) -> int:
+    """Return the place of a module among those of its section; all that the global part owns are equal."""
+    return 0 if rule.level is ConfigLevel.GLOBAL else rule.priority

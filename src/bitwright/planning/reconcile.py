@@ -105,13 +105,12 @@ def _keeps_channels_apart(op: Op, slots: Sequence[Slot]) -> bool:
 
 
 def _join_edges(table: SlotTable, sets: DisjointSets) -> None:
-    wanted = [False] * len(table.slots)
-    declined = [False] * len(table.slots)
+    # An op that moves values is off only where each of its slots is; one without an opinion keeps it open.
+    closed = [True] * len(table.slots)
     for slot in table.slots:
-        if slot.demand is not None:
-            (declined if slot.demand.spec is None else wanted)[sets.find(slot.index)] = True
-    roots = [sets.find(slot.index) for slot in table.slots]
-    off = [declined[root] and not wanted[root] for root in roots]
+        if slot.demand is None or slot.demand.spec is not None:
+            closed[sets.find(slot.index)] = False
+    off = [closed[sets.find(slot.index)] for slot in table.slots]
     for slot in table.slots:
         produced = None if slot.op is None else table.output(slot.value)
         if produced is not None and not off[slot.index] and not off[produced.index]:
