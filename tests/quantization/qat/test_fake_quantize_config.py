@@ -296,6 +296,16 @@ def test_attributes_and_properties():
     assert FakeQuantizeConfig(torch.int4, PerBlockGranularity(axis=-1, block_size=32)).group_size == 32
 
 
+def test_float8_configs_are_equal_as_torchaos_are():
+    """By their arguments, also after a way through a spec or through torchao; and they say what they are."""
+    config = Float8FakeQuantizeConfig(torch.float8_e5m2, "per_tensor", 0.5, 2.0)
+    assert Float8FakeQuantizeConfig.from_spec(config.to_spec()) == config
+    assert Float8FakeQuantizeConfig.from_torchao(config.to_torchao()) == config
+    assert config != Float8FakeQuantizeConfig(torch.float8_e5m2, "per_tensor", 0.5)
+    assert config != FakeQuantizeConfig(torch.int8, "per_channel")
+    assert "hp_value_ub=2.0" in repr(config)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "names"),
     [

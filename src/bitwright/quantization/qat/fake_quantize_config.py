@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,7 +50,19 @@ _FLOAT8_FIELDS = ("dtype", "granularity", "hp_value_lb", "hp_value_ub")
 
 
 class FakeQuantizeConfigBase:
-    """Base of fake-quantize configs."""
+    """Base of fake-quantize configs; two of one kind are equal if their arguments are."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FakeQuantizeConfigBase) or self._fields != other._fields:
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self._fields)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._fields)})"
 
     def to_spec(self) -> QuantizationSpec:
         """Return the spec with the same numbers."""
@@ -95,6 +107,8 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
 
     Attributes are those of torchao: ``granularity``, ``mapping_type`` and ``zero_point_domain`` hold torchao's objects.
     """
+
+    _fields = _FIELDS
 
     dtype: torch.dtype
     granularity: Any
@@ -182,16 +196,6 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
             name, value = "mapping_type", read_mapping_type(None, value)
         super().__setattr__(name, value)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FakeQuantizeConfig):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in _FIELDS)})"
-
     def target(self) -> CompressionTargetTensor:
         """Return ACTIVATION for per token, WEIGHT for anything else."""
         per_token = type(self.granularity).__name__ == "PerToken"
@@ -267,6 +271,8 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
     Raises:
         ValueError: an unknown value, or ``hp_value_lb`` above ``hp_value_ub``.
     """
+
+    _fields = _FLOAT8_FIELDS
 
     def __init__(
         self,
