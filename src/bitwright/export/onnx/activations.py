@@ -13,7 +13,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .builder import NodeBuilder, onnx_type
 
-__all__ = ["activation_opset", "build_activation", "has_nodes"]
+__all__ = ["activation_opset", "build_activation", "comes_from_codes", "has_nodes"]
 
 _FLOAT = 1
 _TRANSPARENT = {
@@ -51,7 +51,7 @@ def build_activation(build: NodeBuilder, x: Any, simulator: FakeQuantizeImplBase
         operands = _unsigned(operands)
     original = x
     rectify = False
-    if _comes_from_codes(x):
+    if comes_from_codes(x):
         # ONNX Runtime merges a dequantize with a quantize behind it into one with a scale of its own making. A maximum
         # of one input does nothing but keep the two apart.
         x = build("Max", [x], like=x)
@@ -72,8 +72,12 @@ def _unsigned(operands: ActivationOperands) -> ActivationOperands:
     return replace(operands, dtype=torch.uint8, zero_point=moved)
 
 
-def _comes_from_codes(x: Any) -> bool:
-    """Whether a value was dequantized before, with nothing since but what ONNX Runtime moves quantization across."""
+def comes_from_codes(x: Any) -> bool:
+    """Whether a value was dequantized before, with nothing since but what ONNX Runtime moves quantization across.
+
+    Args:
+        x: an ``onnx_ir.Value``.
+    """
     waiting, seen = [x], set()
     while waiting:
         value = waiting.pop()

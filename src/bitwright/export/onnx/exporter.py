@@ -20,6 +20,7 @@ from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
+from .averages import average_in_order
 from .builder import NodeBuilder, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
@@ -106,6 +107,7 @@ def export_onnx(
         output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
+    average_in_order(program.model.graph)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
