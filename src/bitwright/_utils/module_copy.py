@@ -58,7 +58,8 @@ def _copy_tensor(tensor: torch.Tensor | None, memo: dict[int, Any]) -> torch.Ten
     if tensor is None:
         return None
     if id(tensor) not in memo:
-        twin = tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+        with torch.inference_mode(False):  # tensors made in inference mode have no version counter
+            twin = tensor.detach().clone()
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
     copied: torch.Tensor = memo[id(tensor)]
     return copied

@@ -329,3 +329,25 @@ def test_a_training_step_is_that_of_plain_calls(mode: str, dtype: torch.dtype) -
     for direct, plain in zip(*results, strict=True):
         assert (direct is None) == (plain is None)
         assert direct is None or torch.equal(direct, plain)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_inference_mode_costs_no_shortcut(mode: str) -> None:
+    """A model prepared and calibrated in inference mode is as fast, and as usable, as any other."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    outputs = []
+    for context in (torch.inference_mode, torch.no_grad):
+        quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig(execution_mode=mode))
+        with context():
+            prepared: Any = quantizer.prepare((x,))
+            with quantizer.calibration_mode():
+                prepared(x)
+            results = [prepared(x) for _ in range(3)]
+        simulators = [part for part in prepared.modules() if hasattr(part, "_shortcut")]
+        assert simulators
+        assert all(part._shortcut.call is not None for part in simulators)
+        prepared.train()
+        prepared(x).sum().backward()
+        outputs.append([*results, *(parameter.grad for parameter in prepared.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))

@@ -258,8 +258,9 @@ class FakeQuantizeForward(SwitchedModule):
         qparams = self._stored(calculator)
         if not known and y is None:
             self._memory.remember(weight, qparams, self._current_grid(), observed=False)
-        if y is None:
-            y = self._fake_quantize(weight, *qparams)
+        if y is None or y.is_inference():  # which would be of no use outside inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                y = self._fake_quantize(weight, *qparams)
         self._memory.keep(y)
         return y
 
