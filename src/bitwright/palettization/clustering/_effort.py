@@ -27,6 +27,10 @@ class Effort:
         """Whether the error of a row lies too much inside of merged atoms, given what lies between them."""
         return error - outside > self.slack * error
 
+    def is_surely_fine(self, outside: float, inside: float) -> bool:
+        """Whether no more than ``inside`` of error within merged atoms is little beside what lies between them."""
+        return inside <= self.slack * outside
+
     def too_coarse(self, errors: npt.NDArray[np.float64], outside: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
         """Rows whose error lies too much inside of merged atoms, given what lies between them."""
         if math.isinf(self.slack):

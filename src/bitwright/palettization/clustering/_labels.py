@@ -14,6 +14,8 @@ _Labels = npt.NDArray[np.uint8]
 
 _BLOCK = 4096
 _SEARCHED = 512
+TREE = 16
+"""Most entries of a palette for :func:`label_by_tree`."""
 _COMPARED = 32
 
 
@@ -83,11 +85,36 @@ def error_of(
 
 
 @compiled
+def label_by_tree(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np.floating], labels: _Labels) -> None:
+    """Binary search among up to 16 thresholds by selections alone, so that vector registers fill.
+
+    Thresholds and values have one dtype; those that are missing count as infinite, the sixteenth always does.
+    """
+    t = np.full(TREE, np.inf, thresholds.dtype)
+    t[: thresholds.size] = thresholds
+    t0, t1, t2, t3, t4, t5, t6, t7 = t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]
+    t8, t9, t10, t11, t12, t13, t14 = t[8], t[9], t[10], t[11], t[12], t[13], t[14]
+    for i in range(values.size):
+        value = values[i]
+        eight = value > t7
+        four = value > (t11 if eight else t3)
+        middle = (t13 if four else t9) if eight else (t5 if four else t1)
+        two = value > middle
+        upper = (t14 if two else t12) if four else (t10 if two else t8)
+        lower = (t6 if two else t4) if four else (t2 if two else t0)
+        one = value > (upper if eight else lower)
+        labels[i] = 8 * np.int32(eight) + 4 * np.int32(four) + 2 * np.int32(two) + np.int32(one)
+
+
+@compiled
 def label_by_search(values: npt.NDArray[np.floating], thresholds: npt.NDArray[np.floating], labels: _Labels) -> None:
     """Count the thresholds below each value, for a block of values at a time so that vector registers fill.
 
-    Few thresholds are compared one by one, more by binary search. They have the dtype of the values.
+    Some thresholds are compared one by one, more by binary search. They have the dtype of the values.
     """
+    if thresholds.size <= TREE:
+        label_by_tree(values, thresholds, labels)
+        return
     widest = 1
     while widest < thresholds.size:
         widest *= 2

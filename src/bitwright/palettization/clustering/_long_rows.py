@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bitwright.palettization.clustering import _bins, _labels
+from bitwright.palettization.clustering import _bins, _labels, _octaves
 from bitwright.palettization.clustering._atoms import cluster_atoms
 from bitwright.palettization.clustering._effort import EXACT, Effort
 from bitwright.palettization.clustering._pieces import (
@@ -34,6 +35,7 @@ from bitwright.palettization.clustering._scalar_labels import (
 
 _Floats = npt.NDArray[np.float64]
 _Labels = npt.NDArray[np.uint8]
+_Real = npt.NDArray[np.floating]
 _Weights = npt.NDArray[np.floating]
 
 _READING = 4 * CHUNK  # values per histogram, whose counts have 24 bits
@@ -98,25 +100,38 @@ def pattern_atoms(row: Tensor, weights: _Weights, sweep: Sweep) -> tuple[_Floats
 
 
 @dataclass(frozen=True)
-class _Binned:
-    """A float32 row as a histogram.
+class _Bins:
+    """Where the bins of a planned histogram are.
 
     Attributes:
         cells: occupied cells, ascending.
-        table: where their bins are, see :func:`~._bins.plan_bins`.
-        n_bins: how many there are.
-        values: means of the occupied bins, float64, ascending.
-        masses: what they weigh.
+        table: see :func:`~._bins.plan_bins`.
+        count: how many bins there are.
     """
 
     cells: npt.NDArray[np.uint32]
     table: npt.NDArray[np.uint32]
-    n_bins: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Atoms:
+    """A float32 row as a histogram.
+
+    Attributes:
+        values: means of the occupied bins, float64, ascending.
+        masses: what they weigh.
+        inside: upper bound of the squared error between the values and the means of their bins.
+        bins: None where every power of two is cut alike.
+    """
+
     values: _Floats
     masses: _Floats
+    inside: float
+    bins: _Bins | None
 
 
-def binned(row: Tensor, weights: _Weights, target: int, sweep: Sweep) -> _Binned | None:
+def planned(row: Tensor, weights: _Weights, target: int, sweep: Sweep) -> _Atoms | None:
     """The histogram of a float32 row in about ``target`` bins; None where the row is not finite."""
     codes = codes_of(row)
     cells, counts = _bins.occupied_cells(_count(codes, 16, sweep))
@@ -125,16 +140,51 @@ def binned(row: Tensor, weights: _Weights, target: int, sweep: Sweep) -> _Binned
     masses = _weigh(codes, weights, 16, sweep)[cells] if weights.size > 0 else counts
     table, n_bins = _bins.plan_bins(cells, masses, counts, target)
     filled = _fill(codes, weights, table, n_bins, sweep)
-    return _Binned(cells, table, n_bins, *_bins.atoms_of_bins(cells, table, *filled))
+    return _Atoms(*_bins.atoms_of_bins(cells, table, *filled), _Bins(cells, table, n_bins))
+
+
+def _at_once(row: Tensor, sweep: Sweep) -> _Atoms:
+    """The histogram of a float32 row in one pass, with bins of fixed places."""
+    codes = codes_of(row)
+    piece = min(max(-(-codes.size // torch.get_num_threads()), _READING), _octaves.MOST_AT_ONCE)
+    pieces = slices_of(codes.size, piece)
+    parts = np.zeros((len(pieces), _octaves.N_BINS), np.uint64)  # whole numbers: any pieces give the same sums
+    sweep(lambda some: _octaves.fill_octaves(codes[some], parts[some.start // piece]), pieces)
+    return _Atoms(*_octaves.atoms_of_octaves(parts), None)
+
+
+def _partitioned(
+    row: Tensor, weights: _Weights, centroids: _Floats, effort: Effort, sweep: Sweep
+) -> tuple[_Atoms, float] | None:
+    """Write the centroids of a row's histogram; returns it and the error between its bins, None for a row that is not
+    finite."""
+    if weights.size == 0 and centroids.size <= _labels.TREE and row.numel() >= _READING:
+        found = _at_once(row, sweep)
+        if math.isinf(found.inside):
+            return None
+        _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.tolerance, centroids)
+        if effort.is_surely_fine(outside, found.inside):
+            return found, outside
+    atoms = planned(row, weights, effort.limit, sweep)  # finer bins would be merged again, which costs accuracy
+    if atoms is None:
+        return None
+    _, outside = cluster_atoms(atoms.values, atoms.masses, centroids.size, effort.tolerance, centroids)
+    return atoms, outside
 
 
 def cluster_patterns(
-    row: Tensor, weights: _Weights, centroids: _Floats, labels: _Labels, effort: Effort, sweep: Sweep
+    row: Tensor,
+    weights: _Weights,
+    centroids: _Floats,
+    labels: _Labels,
+    effort: Effort,
+    sweep: Sweep,
+    measured: bool = True,
 ) -> float:
     """Cluster a row of a 16-bit dtype, whose patterns are the atoms; writes centroids and labels.
 
     Returns:
-        the squared error, infinity where the row is not finite.
+        the squared error, which costs nothing here; infinity where the row is not finite.
     """
     atoms, masses = pattern_atoms(row, weights, sweep)
     if not np.isfinite(atoms).all():
@@ -149,14 +199,32 @@ def cluster_patterns(
     return error
 
 
+def _labeller(values: _Real, bins: _Bins | None, centroids: _Floats) -> Callable[[slice, _Labels], None]:
+    """What labels a slice of a float32 row in the way that costs least."""
+    thresholds = _labels.thresholds_of(centroids, False).astype(np.float32)
+    if bins is None or centroids.size <= _labels.TREE:
+        return lambda some, labels: _labels.label_by_tree(values[some], thresholds, labels)
+    of_cell, crowd = _bins.first_labels(bins.cells, _bins.WHOLE_CELLS, _bins.N_CELLS, thresholds)
+    if crowd <= 1:
+        return lambda some, labels: _labels.label_by_cell(values[some], of_cell, thresholds, labels)
+    first, most = _bins.first_labels(bins.cells, bins.table, bins.count, thresholds)
+    return lambda some, labels: _labels.label_by_bins(values[some], bins.table, first, most, thresholds, labels)
+
+
 def cluster_binned(
-    row: Tensor, weights: _Weights, centroids: _Floats, labels: _Labels, effort: Effort, sweep: Sweep
+    row: Tensor,
+    weights: _Weights,
+    centroids: _Floats,
+    labels: _Labels,
+    effort: Effort,
+    sweep: Sweep,
+    measured: bool = True,
 ) -> float:
     """Cluster a float32 row by its histogram; writes centroids and labels.
 
     Returns:
-        the squared error; NaN where the bins turned out too coarse for the promised excess, infinity where
-        the row is not finite.
+        the squared error (that between the bins where neither ``measured`` nor the promise asks for all of it); NaN
+        where the bins turned out too coarse for the promised excess, infinity where the row is not finite.
     """
     few = _bins.few_values(codes_of(row), weights, centroids.size)
     if few.size <= centroids.size:
@@ -167,28 +235,26 @@ def cluster_binned(
         centroids[points.size :] = points[-1]
         label_long_row(row, centroids, labels, sweep)
         return 0.0
-    found = binned(row, weights, effort.limit, sweep)  # finer bins would be merged again, which costs accuracy
+    found = _partitioned(row, weights, centroids, effort, sweep)
     if found is None:
         return math.inf
-    _, outside = cluster_atoms(found.values, found.masses, centroids.size, effort.tolerance, centroids)
+    atoms, outside = found
+    fine = effort.is_surely_fine(outside, atoms.inside)
     values = as_numpy(row)
-    thresholds = _labels.thresholds_of(centroids, False).astype(np.float32)
-    of_cell, crowd = _bins.first_labels(found.cells, _bins.WHOLE_CELLS, _bins.N_CELLS, thresholds)
-    if crowd > 1:
-        first, most = _bins.first_labels(found.cells, found.table, found.n_bins, thresholds)
+    label_some = _labeller(values, atoms.bins, centroids)
 
     def label(piece: slice) -> float:
         error = 0.0
         for start in range(piece.start, piece.stop, _BLOCK):
             block = slice(start, min(start + _BLOCK, piece.stop))
-            if crowd <= 1:
-                _labels.label_by_cell(values[block], of_cell, thresholds, labels[block])
-            else:
-                _labels.label_by_bins(values[block], found.table, first, most, thresholds, labels[block])
-            error += _labels.error_of(values[block], weights[block], labels[block], centroids)
+            label_some(block, labels[block])
+            if measured or not fine:
+                error += _labels.error_of(values[block], weights[block], labels[block], centroids)
         return error
 
     error = math.fsum(sweep(label, slices_of(labels.size, CHUNK)))
+    if fine:
+        return error if measured else outside
     return math.nan if effort.is_too_coarse(error, outside) else error
 
 
@@ -198,7 +264,7 @@ def row_atoms(row: Tensor, weights: _Weights | None) -> tuple[_Floats, _Floats]:
     if row.numel() >= SHORT and row.dtype in (torch.float16, torch.bfloat16):
         return pattern_atoms(row, some, in_turn)
     if row.numel() >= SHORT and row.dtype == torch.float32:
-        found = binned(row, some, 4 * _MANY_BINS, in_turn)
+        found = planned(row, some, 4 * _MANY_BINS, in_turn)
         assert found is not None
         return found.values, found.masses
     values = as_numpy(row)

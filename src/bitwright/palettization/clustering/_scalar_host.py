@@ -49,11 +49,13 @@ def solve_rows(values: Tensor, weights: Tensor | None, n_clusters: int, effort: 
 
 
 def _cluster_sorted(
-    values: Tensor, weights: Tensor | None, n_clusters: int, effort: Effort
+    values: Tensor, weights: Tensor | None, n_clusters: int, effort: Effort, measured: bool
 ) -> tuple[_Floats, _Labels, _Floats]:
     """Centroids ``[P, K]``, labels ``[P, N]`` and errors ``[P]`` by sorting every row."""
     centroids, outside = solve_rows(values, weights, n_clusters, effort)
     labels = label_rows(values, centroids)
+    if effort is EXACT and not measured:
+        return centroids, labels, outside
     array = None if weights is None else weights.numpy()
     errors = row_errors(values, array, centroids, labels)
     coarse = effort.too_coarse(errors, outside)
@@ -68,7 +70,7 @@ def _cluster_sorted(
 
 
 def _cluster_long(
-    values: Tensor, weights: Tensor | None, n_clusters: int, effort: Effort
+    values: Tensor, weights: Tensor | None, n_clusters: int, effort: Effort, measured: bool
 ) -> tuple[_Floats, _Labels, _Floats]:
     """The same without sorting: 16-bit dtypes by their patterns, float32 by a histogram."""
     rows, length = values.shape
@@ -80,7 +82,7 @@ def _cluster_long(
     def cluster(row: int) -> float:
         sweep = run_all if one_by_one else in_turn
         some = NO_WEIGHTS if weights is None else weights[row].numpy()
-        return method(values[row], some, centroids[row], labels[row], effort, sweep)
+        return method(values[row], some, centroids[row], labels[row], effort, sweep, measured)
 
     errors = [cluster(row) for row in range(rows)] if one_by_one else run_all(cluster, range(rows))
     if np.isinf(errors).any():
@@ -90,11 +92,14 @@ def _cluster_long(
     if unsure.size > 0:
         again = torch.from_numpy(unsure)
         some = None if weights is None else weights[again]
-        centroids[unsure], labels[unsure], found[unsure] = _cluster_sorted(values[again], some, n_clusters, EXACT)
+        sorted_out = _cluster_sorted(values[again], some, n_clusters, EXACT, measured)
+        centroids[unsure], labels[unsure], found[unsure] = sorted_out
     return centroids, labels, found
 
 
-def cluster_on_host(values: Tensor, weights: Tensor | None, n_clusters: int, mode: str) -> ClusterResult:
+def cluster_on_host(
+    values: Tensor, weights: Tensor | None, n_clusters: int, mode: str, measured: bool
+) -> ClusterResult:
     """:func:`~.scalar.cluster_scalar` for checked CPU tensors."""
     effort = effort_for(n_clusters, mode)
     if values.dtype in (torch.float16, torch.bfloat16):
@@ -104,5 +109,7 @@ def cluster_on_host(values: Tensor, weights: Tensor | None, n_clusters: int, mod
     if not counted or weights is not None:
         check_finite(values)
     method = _cluster_long if counted else _cluster_sorted
-    centroids, labels, errors = method(values, weights, n_clusters, effort)
+    centroids, labels, errors = method(values, weights, n_clusters, effort, measured)
+    if not measured:
+        errors.fill(np.nan)
     return ClusterResult(torch.from_numpy(centroids).unsqueeze(2), torch.from_numpy(labels), torch.from_numpy(errors))

@@ -23,6 +23,7 @@ def cluster_scalar(
     *,
     weights: Tensor | None = None,
     mode: Literal["fast", "exact"] = "fast",
+    measured: bool = True,
 ) -> ClusterResult:
     """Cluster every row of a tensor into a scalar palette of least squared error.
 
@@ -36,6 +37,8 @@ def cluster_scalar(
             that follows the values, and labels the values themselves; its excess error is below 1e-5 for up to
             16 entries, 1e-4 for up to 64 and 5e-4 beyond, and the exact mode takes over where the histogram
             cannot promise that. Groups with no more than ``n_clusters`` different values are exact in either.
+        measured: whether the result's ``error`` is wanted; without it a pass over the values is saved on CPUs, and
+            the error is NaN.
 
     Returns:
         :class:`ClusterResult` with D = 1.
@@ -59,4 +62,4 @@ def cluster_scalar(
     from bitwright.palettization.clustering._scalar_host import cluster_on_host
 
     host = None if weights is None else weights.cpu()
-    return moved_to(cluster_on_host(values.cpu(), host, n_clusters, mode), values.device)
+    return moved_to(cluster_on_host(values.cpu(), host, n_clusters, mode, measured), values.device)

@@ -21,7 +21,7 @@ Quantize = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_palettes(
-    vectors: torch.Tensor, n_clusters: int, weights: torch.Tensor | None, *, fast: bool, seed: int
+    vectors: torch.Tensor, n_clusters: int, weights: torch.Tensor | None, *, fast: bool, seed: int, measured: bool
 ) -> ClusterResult:
     """Return the palettes of ``[P, N, D]`` vectors that minimise the (weighted) squared error of each group.
 
@@ -31,12 +31,19 @@ def find_palettes(
         weights: importance of each entry, ``[P, N, D]``; None for all the same.
         fast: cluster scalars from a histogram.
         seed: of vector clustering.
+        measured: whether the error of scalar palettes is wanted.
     """
     if vectors.shape[2] > 1:
         return cluster_vectors(vectors, n_clusters, weights=weights, seed=seed)
     importance = None if weights is None else weights.squeeze(2)
     mode = "fast" if fast else "exact"
-    return cluster_scalar(vectors.squeeze(2), n_clusters, weights=importance, mode=mode)  # type: ignore[arg-type]
+    return cluster_scalar(
+        vectors.squeeze(2),
+        n_clusters,
+        weights=importance,
+        mode=mode,  # type: ignore[arg-type]
+        measured=measured,
+    )
 
 
 def fit_to_quantized(

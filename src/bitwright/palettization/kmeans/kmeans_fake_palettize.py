@@ -174,9 +174,9 @@ class _KMeansFakePalettize(PaletteState):
         matrix = self._reordered(scaled)
         vectors = self._blocks_to_cluster(matrix, self.granularity.axis)
         weights = self._weights_of(weight, matrix)
-        fast = self.enable_fast_kmeans_mode
+        fast, measured = self.enable_fast_kmeans_mode, self._lut_fake_quantizer is not None
         try:
-            found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed)
+            found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed, measured=measured)
         except ValueError as error:
             raise ValueError(f"Cannot cluster {self.tensor_fqn!r}: {error}") from error
         palettes = found.centroids
