@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,9 @@ import torch
 from _measure import machine
 from _qat_tasks import CNN, CharTransformer, character_batches, digits_data, evaluate, train
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
-__all__ = ["RATE", "TASKS", "main"]
+__all__ = ["RATE", "TASKS", "main", "normalized_anew"]
 
 
 def library_data(steps: int) -> dict[str, Any]:
@@ -69,6 +71,17 @@ def measured(
         yield name, evaluate(model, job["test"]) | job["notes"]
 
 
+def normalized_anew(row: Row, batches: int = 32) -> Row:
+    """The row, and then averages of its batch norms from some of the training batches; without batch norms the row."""
+
+    def run(model: nn.Module, job: dict[str, Any]) -> object:
+        done = row(model, job)
+        update_bn([x for x, _ in job["batches"][:batches]], model)
+        return done
+
+    return run
+
+
 def means_of(by_row: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Means over the seeds of each row, and how many there are."""
     means = {}
@@ -81,13 +94,18 @@ def means_of(by_row: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[s
 def claims_of(
     by_row: dict[str, dict[str, dict[str, float]]], claims: Mapping[str, tuple[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """By how much the loss of the first row is below that of the second, by seed and in the mean."""
+    """By how much the loss of the first row is below that of the second: mean, its standard error and each seed."""
     gains: dict[str, dict[str, float]] = {}
     for claim, (better, worse) in claims.items():
         low, high = by_row.get(better, {}), by_row.get(worse, {})
         gained = {seed: high[seed]["loss"] - low[seed]["loss"] for seed in low if seed in high}
         if gained:
-            gains[claim] = {"mean": statistics.mean(gained.values()), **gained}
+            spread = statistics.stdev(gained.values()) if len(gained) > 1 else 0.0
+            gains[claim] = {
+                "mean": statistics.mean(gained.values()),
+                "error": spread / math.sqrt(len(gained)),
+                **gained,
+            }
     return gains
 
 
@@ -133,3 +151,6 @@ def main(description: str | None, rows: Mapping[str, Row], path: Path, claims: M
             for name, row in measured(task, seed, names, rows, args.floats) if names else ():
                 print(f"  {name:<34}{row['loss']:>9.4f}{row['accuracy']:>10.2%}", flush=True)
                 keep(path, task, seed, name, row, claims)
+        for claim, gained in claims_of(read(path, task)[1]["by_seed"], claims).items():
+            seeds = len(gained) - 2
+            print(f"{task}: {claim:<60}{gained['mean']:>+8.3f} ± {gained['error']:.3f} over {seeds} seeds", flush=True)

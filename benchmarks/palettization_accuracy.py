@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _accuracy import main
+from _accuracy import main, normalized_anew
 from _qat_tasks import loss_of, train
 from torch import nn
 
@@ -105,6 +105,11 @@ ROWS: dict[str, Row] = {
     "2 bit, channel scale": plain(n_bits=2, enable_per_channel_scale=True),
     "4 bit, int8 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int8")),
     "4 bit, int4 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int4")),
+    "2 bit, batch norms anew": normalized_anew(plain(n_bits=2)),
+    **{
+        f"2 bit, groups of {size}, batch norms anew": normalized_anew(plain(n_bits=2, granularity=grouped(size)))
+        for size in (16, 4)
+    },
     **{f"{bits} bit, sensitivities": calibrated(n_bits=bits) for bits in (2, 3, 4)},
     "2 bit, default training": trained({"type": "default"}, n_bits=2),
     "2 bit, straight through": trained({"type": "ste"}, n_bits=2),
@@ -120,6 +125,14 @@ CLAIMS = {
         f"groups of {size} channels beat one palette at {bits} bit": (f"{bits} bit, groups of {size}", f"{bits} bit")
         for size, widths in ((16, (2, 3, 4)), (4, (2, 3)))
         for bits in widths
+    },
+    "batch norms anew help at 2 bit": ("2 bit, batch norms anew", "2 bit"),
+    **{
+        f"groups of {size} channels beat one palette at 2 bit, batch norms anew": (
+            f"2 bit, groups of {size}, batch norms anew",
+            "2 bit, batch norms anew",
+        )
+        for size in (16, 4)
     },
     **{f"sensitivities help at {bits} bit": (f"{bits} bit, sensitivities", f"{bits} bit") for bits in (2, 3, 4)},
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _accuracy import main
+from _accuracy import main, normalized_anew
 from _qat_tasks import train
 from torch import nn
 
@@ -30,11 +30,14 @@ Row = Callable[[nn.Module, dict[str, Any]], MagnitudePruner]
 
 
 def config_of(
-    task: str, schedule: SparsityScheduleBase | None = None, everything: bool = False, **spec: Any
+    task: str, schedule: SparsityScheduleBase | None = None, everything: bool = False, head: bool = True, **spec: Any
 ) -> MagnitudePrunerConfig:
-    """One spec for all weights that multiply activations; first and depthwise layers and embeddings stay dense."""
+    """One spec for all weights that multiply activations; first and depthwise layers and embeddings stay dense, and the
+    last layer too unless ``head``."""
     module = ModuleMagnitudePrunerConfig(op_state_spec={"weight": PruningSpec(**spec)}, sparsity_schedule=schedule)
     config = MagnitudePrunerConfig(global_config=module)
+    if not head:
+        config = config.without("head")
     return config if everything else config.without("embed" if task == "characters" else "(stem|depth)")
 
 
@@ -98,6 +101,19 @@ ROWS: dict[str, Row] = {
         for share in SHARES
     },
     **{f"magnitude {share:.0%}, rows": oneshot(target_sparsity=share, scope="row") for share in SHARES},
+    **{
+        f"{name}, head dense": oneshot(target_sparsity=0.6, head=False, **spec)
+        for name, spec in (
+            ("magnitude 60%", {}),
+            ("magnitude 60%, rows", {"scope": "row"}),
+            ("wanda 60%", {"pruning_algo": "wanda"}),
+            ("wanda 60%, tensor", {"pruning_algo": "wanda", "scope": "tensor"}),
+        )
+    },
+    **{
+        f"{name} 60%, batch norms anew": normalized_anew(oneshot(pruning_algo=key, target_sparsity=0.6))
+        for name, key in (("magnitude", "default"), ("wanda", "wanda"), ("sparsegpt", "sparsegpt"))
+    },
     **{f"magnitude {share:.0%}, global": oneshot(target_sparsity=share, scope="global") for share in SHARES},
     **{
         f"{name} 2:4": oneshot(pruning_algo=key, pruning_scheme=NMStructured(n=2, m=4))
@@ -120,6 +136,22 @@ CLAIMS = {
     **{
         f"wanda beats magnitude at {s:.0%}, both in tensors": (f"wanda {s:.0%}, tensor", f"magnitude {s:.0%}")
         for s in SHARES
+    },
+    "wanda beats magnitude at 60%, head dense": ("wanda 60%, head dense", "magnitude 60%, head dense"),
+    "wanda beats magnitude at 60%, head dense, both in rows": (
+        "wanda 60%, head dense",
+        "magnitude 60%, rows, head dense",
+    ),
+    "wanda beats magnitude at 60%, head dense, both in tensors": (
+        "wanda 60%, tensor, head dense",
+        "magnitude 60%, head dense",
+    ),
+    **{
+        f"{name} beats magnitude at 60%, batch norms anew": (
+            f"{name} 60%, batch norms anew",
+            "magnitude 60%, batch norms anew",
+        )
+        for name in ("wanda", "sparsegpt")
     },
 }
 
