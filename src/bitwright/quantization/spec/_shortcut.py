@@ -57,7 +57,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         tensor: what it was given.
     """
     switches = _switches(simulator)
-    if switches is None:
+    if switches is None or not tensor.is_contiguous():
         return None
     observer, fake_quant, off = switches
     snapshot = take_snapshot(*switches)
@@ -130,7 +130,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     Takes the arguments of ``quantizing``.
     """
     switches = _switches(simulator)
-    if switches is None or not tracks_in_place(calculator, tensor.dtype, tensor.device):
+    if switches is None or not tensor.is_contiguous() or not tracks_in_place(calculator, tensor.dtype, tensor.device):
         return None
     observer, fake_quant, off = switches
     version = simulator._seen_version
