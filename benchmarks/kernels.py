@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from _measure import Side, Timing, Worker, alternate, ratio, timed, write_json
-from kernels_cases import CASES, Case, build
+from kernels_cases import CASES, Case, build, mode
 
 HERE = Path(__file__).parent
 
@@ -42,7 +42,8 @@ def measure(index: int, threads: int, repeats: int, peer: Worker | None) -> dict
         sides["limit"] = limit
     if peer is not None:
         sides["peer"] = lambda: peer.ask(case=index, threads=threads)
-    return alternate(sides, repeats, pause=0.01)
+    with mode(case):
+        return alternate(sides, repeats, pause=0.01)
 
 
 def judge(case: Case, times: dict[str, Timing]) -> dict[str, Any]:

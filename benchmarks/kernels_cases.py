@@ -5,12 +5,14 @@ Usage as a worker: python kernels_cases.py coreai_opt
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +81,7 @@ CASES = [
 
 
 def build(package: str, case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return what runs before a repetition, and the call that is measured."""
+    """Return what runs before a repetition, and the call that is measured; both belong in ``mode(case)``."""
     spec_module = importlib.import_module(f"{package}.quantization.spec")
     target = importlib.import_module(f"{package}.config.spec").CompressionTargetTensor[case.target]
     spec = spec_module.QuantizationSpec(**case.spec)
@@ -90,10 +92,15 @@ def build(package: str, case: Case) -> tuple[Callable[[], object], Callable[[], 
     if not case.observe:
         simulator.disable_observer()
     if not case.backward:
-        return _touch(x), torch.no_grad()(lambda: simulator(x))
+        return _touch(x), lambda: simulator(x)
     x.requires_grad_()
     gradient = torch.randn(case.shape).to(case.dtype)
     return _touch(x), lambda: torch.autograd.grad(simulator(x), x, gradient)
+
+
+def mode(case: Case) -> AbstractContextManager[Any]:
+    """Gradients are off but for a case with a backward pass; entering costs as much as a call on a tiny tensor."""
+    return contextlib.nullcontext() if case.backward else torch.no_grad()
 
 
 def _touch(x: torch.Tensor) -> Callable[[], object]:
@@ -113,12 +120,13 @@ def _measure(package: str, built: dict[int, Any], request: dict[str, Any]) -> fl
         built.clear()
         built[index] = build(package, CASES[index])
     before, run = built[index]
-    before()
-    calls = CASES[index].calls
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
+    with mode(CASES[index]):
+        before()
+        calls = CASES[index].calls
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - start) / calls
 
 
 def main() -> None:
