@@ -88,6 +88,27 @@ def test_int8_layers_around_other_operators_run_in_xnnpack(tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]
 
 
+class Gated(nn.Module):
+    """A layer whose output goes through an activation function before it is quantized."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_layers_with_float_outputs_keep_the_others_in_xnnpack(tmp_path, caplog):
+    """Int8 goes in and floats come out of the gate, which XNNPACK's runtime would refuse the file for."""
+    torch.manual_seed(0)
+    model, x = Gated().eval(), torch.randn(2, 5, 16)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 35
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
 @pytest.mark.parametrize("spec", [QuantizationSpec(), QuantizationSpec(qscheme="asymmetric", granularity=CHANNEL)])
 def test_int8_weights_beside_float_activations(spec, tmp_path):
     """Per tensor, and with zero points: forms that XNNPACK computes wrong or refuses are written otherwise."""

@@ -27,6 +27,10 @@ from .lowering import lower
 __all__ = ["export_executorch", "run_executorch", "stays_int8"]
 
 _LOW, _HIGH = -128, 127
+_QUANTIZE, _DEQUANTIZE = (f"quantized_decomposed::{name}_per_tensor" for name in ("quantize", "dequantize"))
+_PRODUCTS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
+_FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
+"""Ops that XNNPACK does in the layer in front of them."""
 
 _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], list[Any]]
 
@@ -78,6 +82,7 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
             lowered = lower(model, weight, activation).model.eval()
             program = captured(lowered, example_inputs)
             _dequantize_for_each_reader(program.graph_module)
+            _dequantize_in_floats(program.graph_module)
             with converting("ExecuTorch"):
                 edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
                 target.write_bytes(edge.to_executorch().buffer)
@@ -98,14 +103,51 @@ def _dequantize_for_each_reader(module: fx.GraphModule) -> None:
     XNNPACK's partitioner joins ops that share one to a single sub-graph, through whatever other op stands between
     them, and then finds that it has made a cycle.
     """
-    names = ("quantized_decomposed::dequantize_per_tensor", "quantized_decomposed::dequantize_per_channel")
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "name", str)() not in names:
+        if _op(node) not in (_DEQUANTIZE, "quantized_decomposed::dequantize_per_channel"):
             continue
         for user in list(node.users)[1:]:
             with module.graph.inserting_before(user):
                 user.replace_input_with(node, module.graph.node_copy(node))
     module.recompile()
+
+
+def _dequantize_in_floats(module: fx.GraphModule) -> None:
+    """Dequantize by arithmetic what goes into a layer whose output is not quantized at once.
+
+    XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
+    one side only, and its runtime then refuses the file. With float activations it takes the layer, int8 weights too.
+    """
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        users = list(node.users)
+        if _op(node) != _DEQUANTIZE or not users or not _op(users[0]).startswith(_PRODUCTS):
+            continue
+        if _is_quantized_at_once(users[0]):
+            continue
+        codes, scale, zero_point = node.args[:3]
+        with module.graph.inserting_before(node):
+            value = module.graph.call_function(aten._to_copy.default, (codes,), {"dtype": torch.float32})
+            value.meta.update(node.meta)
+            for op, number in ((aten.sub.Tensor, zero_point), (aten.mul.Tensor, scale)):
+                value = module.graph.call_function(op, (value, number))
+                value.meta.update(node.meta)
+        node.replace_all_uses_with(value)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _is_quantized_at_once(node: fx.Node) -> bool:
+    """Whether all readers of a layer quantize its output, behind what XNNPACK fuses with it."""
+    readers = list(node.users)
+    if len(readers) == 1 and _op(readers[0]).startswith(_FUSED):
+        return _is_quantized_at_once(readers[0])
+    return all(_op(reader) == _QUANTIZE for reader in readers)
+
+
+def _op(node: fx.Node) -> str:
+    """The name of an op, like ``aten::linear``; empty for other nodes."""
+    return str(getattr(node.target, "name", str)()) if node.op == "call_function" else ""
 
 
 def _check(path: Path, program: Any, inputs: tuple[Any, ...], enough_db: float) -> None:
