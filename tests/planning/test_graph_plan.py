@@ -139,16 +139,14 @@ class TestSharing:
         assert row.rule == "module_name_configs['1'].op_input_spec['*']"
         assert "global_config.op_output_spec" in row.note
 
-    @pytest.mark.parametrize(("op_input", "simulated"), [({}, True), (None, False)])
-    def test_an_op_that_moves_values_is_off_where_all_of_it_is(self, op_input: Any, simulated: bool) -> None:
-        """A mean whose result is off is simulated with what it reads, unless its input is off as well."""
-        pool = ModuleQuantizerConfig(op_input_spec=op_input, op_output_spec=None)
-        config = QuantizerConfig(
-            module_name_configs={"p": pool, "m": ModuleQuantizerConfig(op_input_spec={})},
-        )
+    @pytest.mark.parametrize(("source", "pool", "on"), [(None, {}, 0), ({}, {}, 0), (INT4, {}, 1), (INT4, None, 0)])
+    def test_an_op_that_moves_values_hands_on_what_it_reads(self, source: Any, pool: Any, on: int) -> None:
+        """A mean whose result is off is simulated with what it reads, if that is and its input is not off as well."""
+        moves = ModuleQuantizerConfig(op_input_spec=pool, op_output_spec=None)
+        specs = {"l": ModuleQuantizerConfig(op_output_spec=source), "p": moves}
         layers = {"l": linear(), "p": Lambda(lambda s, x: x.mean(0, True)), "m": linear()}
         model = Lambda(lambda s, x: s.m(s.p(s.l(x))), **layers)
-        assert ("mean[output 0]" in rows(plan_of(model, config=config))) == simulated
+        assert ("mean[output 0]" in rows(plan_of(model, config=QuantizerConfig(module_name_configs=specs)))) == on
 
     def test_subclasses_of_specs_keep_their_fields(self) -> None:
         """What reconciliation changes is changed in the user's own class."""

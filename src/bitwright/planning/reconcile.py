@@ -105,16 +105,30 @@ def _keeps_channels_apart(op: Op, slots: Sequence[Slot]) -> bool:
 
 
 def _join_edges(table: SlotTable, sets: DisjointSets) -> None:
-    # An op that moves values is off only where each of its slots is; one without an opinion keeps it open.
-    closed = [True] * len(table.slots)
-    for slot in table.slots:
-        if slot.demand is None or slot.demand.spec is not None:
-            closed[sets.find(slot.index)] = False
-    off = [closed[sets.find(slot.index)] for slot in table.slots]
+    """Join both ends of edges, from what is wanted on; an op that moves values hands it on to a side that is off."""
+    units = sets.groups()
+    unit_of = {index: number for number, unit in enumerate(units) for index in unit}
+    wanted = {unit_of[slot.index] for slot in table.slots if slot.demand is not None and slot.demand.spec is not None}
+    ends: dict[int, list[int]] = {}
     for slot in table.slots:
         produced = None if slot.op is None else table.output(slot.value)
-        if produced is not None and not off[slot.index] and not off[produced.index]:
-            sets.union(slot.index, produced.index)
+        if produced is not None:
+            ends.setdefault(slot.index, []).append(produced.index)
+            ends.setdefault(produced.index, []).append(slot.index)
+    waiting = list(wanted)
+    while waiting:
+        for index in units[waiting.pop()]:
+            for other in ends.get(index, ()):
+                if unit_of[other] not in wanted:
+                    if _is_off(table.slots[other]):
+                        continue
+                    wanted.add(unit_of[other])
+                    waiting.append(unit_of[other])
+                sets.union(index, other)
+
+
+def _is_off(slot: Slot) -> bool:
+    return slot.demand is not None and slot.demand.spec is None
 
 
 def _agree_on_dtype(groups: Sequence[Group]) -> None:
