@@ -236,6 +236,9 @@ def _palettized(tensor: PalettizedTensor, layers: Any) -> nn.Module:
         if factors is None:
             return _wrapped(layers.PalettizeModule, lut=table, **common)
         return _wrapped(layers.ScaledPalettizeModule, lut=table, scale=factors, **common)
+    if factors is not None and tensor.dtype != torch.float32:
+        # The simulator rounds table entries to half precision before it scales them.
+        return _wrapped(layers.ScaledPalettizeModule, lut=_padded(lut.decode(), layout.n_bits), scale=factors, **common)
     return _quantized_palette(tensor, lut, factors, common, layers)
 
 
@@ -243,7 +246,7 @@ def _quantized_palette(
     tensor: PalettizedTensor, lut: QuantizedTensor, factors: torch.Tensor | None, common: dict[str, Any], layers: Any
 ) -> nn.Module:
     rank = len(tensor.shape)
-    table, scale = _padded(lut.codes(), tensor.layout.n_bits), lut.scale().to(tensor.dtype)
+    table, scale = _padded(lut.codes(), tensor.layout.n_bits), lut.scale().to(_exact_dtype(lut))
     scale = scale.reshape(scale.shape[:rank])
     zero_point = lut.zero_point()
     zero_point = None if zero_point is None else zero_point.reshape(zero_point.shape[:rank]).to(table.dtype)
@@ -253,7 +256,7 @@ def _quantized_palette(
         scale = scale.repeat_interleave(repeats, axis) * factors
         zero_point = None if zero_point is None else zero_point.repeat_interleave(repeats, axis)
     integer = lut.layout.number_format.kind == "int"
-    return _wrapped(
+    palette = _wrapped(
         layers.ScaledPalettizeModule,
         lut=table,
         scale=scale,
@@ -261,6 +264,7 @@ def _quantized_palette(
         input_dtype=container_of(lut.layout.number_format.dtype) if integer else None,
         **common,
     )
+    return _rounded(palette, {"scale": scale}, tensor.dtype)
 
 
 def _padded(lut: torch.Tensor, n_bits: int) -> torch.Tensor:
