@@ -34,7 +34,7 @@ _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dty
 def _switches(simulator: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the buffers of a simulator's switches; None where compiled code cannot read them."""
     buffers: tuple[Any, ...] = simulator._seen
-    return buffers if all(map(_is_readable, buffers)) else None
+    return buffers if undisturbed() and all(map(_is_readable, buffers)) else None
 
 
 def _is_readable(b: torch.Tensor | None) -> bool:

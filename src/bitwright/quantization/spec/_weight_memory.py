@@ -99,6 +99,8 @@ def watch(weight: torch.Tensor, qparams: QParams, grid: Grid, switches: Sequence
     """
     if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta or may_change_unseen():
         return None
+    if torch._C._len_torch_dispatch_stack():  # in a mode no real tensors may come out of what is computed here
+        return None
     scale, zero_point, minval = qparams
     written = [t for t in qparams if t is not None]
     if any(t.is_inference() for t in written):  # without a version counter
