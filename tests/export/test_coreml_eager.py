@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from bitwright.common import CoreMLExportError, ExportBackend
+from bitwright.export.targets import TARGETS
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerChannelGranularity
 from tests.artifact.strategies import weight_specs
@@ -191,3 +192,29 @@ def test_finalize_while_calibrating_is_refused():
     quantizer, _ = prepared(model, x, W8)
     with quantizer.calibration_mode(), pytest.raises(RuntimeError, match="calibrat"):
         quantizer.finalize(backend="coreml")
+
+
+class Scaled(nn.Module):
+    """A layer behind a product with a number that is a tensor without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(5.7))
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x * self.factor)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_quantized_numbers_without_dimensions_are_converted(mode, tmp_path):
+    """Coremltools folds the quantization of a constant into an op that takes no scalars."""
+    target = TARGETS["coreml"]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    torch.manual_seed(0)
+    x = torch.randn(3, 16)
+    quantizer, ready = prepared(Scaled().eval(), x, W8, QuantizationSpec(), mode)
+    expected = ready(x)
+    assert target.write(ready, (x,), tmp_path / "m.mlpackage", {}, None).exists()
+    assert sqnr(expected, quantizer.finalize(backend="coreml")(x)) > 120

@@ -60,8 +60,15 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
             continue
         name = f"{ACTIVATION_PREFIX}{node.name}"
         module.add_module(name, coreml_activation(simulator))
+        source, value = node.args[0], node.meta.get("val")
         with module.graph.inserting_before(node):
-            new = module.graph.call_module(name, (node.args[0],))
+            if isinstance(value, torch.Tensor) and not value.ndim:
+                # Where a number is constant, coremltools folds its quantization into an op for tensors with dimensions.
+                row = module.graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
+                row = module.graph.call_module(name, (row,))
+                new = module.graph.call_function(torch.ops.aten.squeeze.dim, (row, 0))
+            else:
+                new = module.graph.call_module(name, (source,))
         new.meta.update({key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta})
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
