@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.qat import parameter_groups
@@ -101,6 +102,35 @@ def test_lsq_plus_gradients_are_those_of_the_definition(granularity, dtype, form
     torch.testing.assert_close(x.grad, v.grad.float())
     torch.testing.assert_close(calculator.scale.grad.double(), s.grad * factor, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(calculator.offset.grad.double(), b.grad * factor, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("formulation", ["minval", "zp"])
+def test_ranges_that_begin_at_zero_keep_doing_so(formulation):
+    """What a ReLU gives is never negative: the step learns as with LSQ, and no code is given away below zero."""
+    spec = {"dtype": "int4", "qscheme": "asymmetric", "range_calculator_cls": "mse", "qformulation": formulation}
+    shifting, fixed = (make(kind, "activation", **spec) for kind in ("lsq_plus", "lsq"))
+    x, weight = tensor().relu(), tensor(1)
+    for fq in (shifting, fixed):
+        fq(x)
+        optimizer = torch.optim.SGD([{"params": list(fq.parameters()), "lr": 0.02}])
+        for _ in range(20):
+            optimizer.zero_grad()
+            (fq(x) * weight).sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(shifting.calculate_qparams(), fixed.calculate_qparams(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert shifting.qparams_calculator.offset.item() == 0
+    assert shifting.calculate_qparams()[1].item() == -8
+
+
+def test_a_few_negative_values_move_the_offset():
+    """The range of a GELU's output begins with less than half a step below zero; the offset may make room for it."""
+    fq = make("lsq_plus", "activation", dtype="int4", qscheme="asymmetric", range_calculator_cls="mse")
+    x = F.gelu(tensor() * 3)
+    fq(x)
+    assert fq.calculate_qparams()[1].item() == -8
+    (fq(x) * x.sign()).sum().backward()
+    assert fq.qparams_calculator.offset.grad.item() != 0
 
 
 def test_pact_gradients_are_those_of_the_definition():

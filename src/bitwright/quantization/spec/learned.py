@@ -267,6 +267,9 @@ class LSQPlusQParamsCalculator(LearnedQParamsCalculatorBase):
     zero point. Weights of a symmetric scheme begin at ``s = max(|mean - 3 sigma|, |mean + 3 sigma|) / 2**(bits - 1)``
     in the paper; here everything begins with the range that the spec's range calculator finds, which ``mse`` makes the
     paper's choice for activations.
+
+    The offset is for values of both signs. A range that begins with an end at zero, such as that of a ReLU's output,
+    keeps it there and learns its step as LSQ does: the offset is 0, and codes are counted from the zero point.
     """
 
     _LEARNED = ("scale", "offset")
@@ -277,14 +280,23 @@ class LSQPlusQParamsCalculator(LearnedQParamsCalculatorBase):
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
         scale, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
         assert zero_point is not None
-        affine = self.qscheme == QuantizationScheme.ASYMMETRIC
-        offset = low - self.quant_min * scale if affine else -zero_point * scale
+        offset = -zero_point * scale
+        if self.qscheme == QuantizationScheme.ASYMMETRIC:
+            offset = torch.where((low == 0) | (high == 0), 0.0, low - self.quant_min * scale)
         return {"scale": scale, "offset": offset, "zero_point": zero_point}
 
     def _derive(self) -> QParams:
-        scale, offset = self._step(whole(self.scale)), whole(self.offset)
-        zero_point = torch.clamp(torch.round(-offset / scale), self.quant_min, self.quant_max).to(torch.int32)
-        return scale, zero_point, offset.to(torch.float32) + self.quant_min * scale
+        scale, offset = self._step(whole(self.scale)), whole(self.offset).to(torch.float32)
+        origin, _ = self.origin_of_codes(offset)
+        zero_point = torch.clamp(torch.round(origin - offset / scale), self.quant_min, self.quant_max).to(torch.int32)
+        return scale, zero_point, offset + (self.quant_min - origin) * scale
+
+    def origin_of_codes(self, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the code whose value the offset is, and whether it stays at zero: one entry per block."""
+        point = self.zero_point
+        assert point is not None
+        stays = (offset == 0) & ((point == self.quant_min) | (point == self.quant_max))
+        return torch.where(stays, point, torch.zeros_like(point)), stays
 
 
 @QParamsCalculatorBase.register("pact")

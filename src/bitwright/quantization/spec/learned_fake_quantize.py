@@ -50,7 +50,8 @@ class _LearnedStep(torch.autograd.Function):
 
     Inside the range ``dv'/dv = 1``, ``dv'/ds = (v' - v) / s``, ``dv'/db = 0``; outside ``dv'/dv = 0``,
     ``dv'/ds = n`` or ``p``, ``dv'/db = 1`` (LSQ eq. 3, LSQ+ eq. 4 and 6). Gradients of ``s`` and ``b`` are multiplied
-    by ``gradient_scale``.
+    by ``gradient_scale``. With an offset, ``n`` and ``p`` are counted from the code ``origin``; ``dv'/db = 0`` where it
+    ``stays``.
     """
 
     @staticmethod
@@ -62,27 +63,32 @@ class _LearnedStep(torch.autograd.Function):
         step: torch.Tensor,
         zero_point: torch.Tensor,
         minval: torch.Tensor,
+        origin: torch.Tensor | None,
+        stays: torch.Tensor | None,
         block_size: _Block,
         grid: Grid,
         gradient_scale: float,
     ) -> torch.Tensor:
         y = kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
         # The result is not saved: whoever gets it may change it in place. The zero point may be measured anew.
-        ctx.save_for_backward(x, step, zero_point.clone(), minval, learned_scale)
+        ctx.save_for_backward(x, step, zero_point.clone(), minval, learned_scale, origin, stays)
         ctx.grid, ctx.anchored = grid, learned_offset is not None
         ctx.block_size, ctx.gradient_scale = block_size, gradient_scale
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, step, zero_point, minval, learned_scale = ctx.saved_tensors
+        x, step, zero_point, minval, learned_scale, origin, stays = ctx.saved_tensors
+        grad_offset = None
         grad_x, along, outside = kernels.learned_gradient(
             grad, x, step, zero_point, minval, block_size=ctx.block_size, grid=ctx.grid, anchored=ctx.anchored
         )
+        if ctx.anchored:
+            along = along - origin * step * outside
+            grad_offset = outside * ~stays * ctx.gradient_scale
         # The step is the size of the parameter, which may be negative.
         grad_scale = along / torch.copysign(step, learned_scale) * ctx.gradient_scale
-        grad_offset = outside * ctx.gradient_scale if ctx.anchored else None
-        return grad_x, grad_scale, grad_offset, *(None,) * 6
+        return grad_x, grad_scale, grad_offset, *(None,) * 8
 
 
 class _LearnedClip(torch.autograd.Function):
@@ -198,7 +204,7 @@ class LSQFakeQuantize(LearnedFakeQuantizeBase):
         calculator: Any = self.qparams_calculator
         assert zero_point is not None
         y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
-            tensor, calculator.scale, None, scale, zero_point, minval,
+            tensor, calculator.scale, None, scale, zero_point, minval, None, None,
             block_size, self._current_grid(), self._gradient_scale(tensor, scale),
         )  # fmt: skip
         return y
@@ -223,6 +229,7 @@ class LSQPlusFakeQuantize(LearnedFakeQuantizeBase):
         assert minval is not None
         y: torch.Tensor = _LearnedStep.apply(  # type: ignore[no-untyped-call]
             tensor, calculator.scale, calculator.offset, scale, zero_point, minval,
+            *calculator.origin_of_codes(calculator.offset.detach()),
             block_size, self._current_grid(), self._gradient_scale(tensor, scale),
         )  # fmt: skip
         return y
