@@ -195,15 +195,14 @@ def test_finalize_while_calibrating_is_refused():
 
 
 class Scaled(nn.Module):
-    """A layer behind a product with a number that is a tensor without dimensions."""
+    """A layer behind a product with a number, which the forward makes a tensor without dimensions of."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("factor", torch.tensor(5.7))
         self.fc = nn.Linear(16, 16)
 
     def forward(self, x):
-        return self.fc(x * self.factor)
+        return self.fc(x * torch.tensor(5.7, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
