@@ -84,9 +84,9 @@ def start(quantizer, prepared, ranks: list[int]) -> None:
         prepared(torch.cat([batch(9, rank)[0] for rank in ranks]))
 
 
-def train(quantizer, prepared, model: nn.Module, ranks: list[int], steps: int = 4) -> None:
+def train(quantizer, prepared, model: nn.Module, ranks: list[int], steps: int = 4, optimizer=None) -> None:
     """Train on the batches of ``ranks``, joined."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     with quantizer.training_mode(prepared):
         for step in range(steps):
             parts = [batch(step, rank) for rank in ranks]
@@ -137,28 +137,74 @@ def job_ddp(rank: int, world: int, mode: str, kind: str):
     return state(prepared)
 
 
-def shard(prepared: nn.Module) -> None:
-    """FSDP2 on every layer and on the whole."""
+def shard(prepared: nn.Module, *layers: nn.Module) -> None:
+    """FSDP2 on layers and on the whole."""
     from torch.distributed.fsdp import fully_shard
 
-    for layer in (prepared.first, prepared.second):
+    for layer in (*layers, prepared):
         fully_shard(layer)
-    fully_shard(prepared)
+
+
+def full_state(prepared: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all tensors, those that are sharded whole."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in prepared.state_dict().items()
+        if torch.is_tensor(value)
+    }
 
 
 def job_fsdp(rank: int, world: int, kind: str, calibrated: str):
     quantizer, prepared = prepare("eager", **CALCULATORS[kind])
     if calibrated == "before":
         start(quantizer, prepared, [rank])
-    shard(prepared)
+    shard(prepared, prepared.first, prepared.second)
     if calibrated == "after":
         start(quantizer, prepared, [rank])
     train(quantizer, prepared, prepared, [rank])
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in prepared.state_dict().items()
-        if torch.is_tensor(value)
-    }
+    return full_state(prepared)
+
+
+def lead_to_training(how: str, kind: str, ranks: list[int], world: int) -> dict[str, torch.Tensor]:
+    """Shard one layer and the root, which holds the other, do what ``how`` says, and train.
+
+    Args:
+        how: "evaluated", then trained; "evaluated, calibrated", then an optimizer is made; "loaded" float weights that
+            are three times as large, then calibrated.
+        kind: of ranges.
+        ranks: whose batches are joined.
+        world: number of processes; 1 for the model as it is.
+    """
+    quantizer, prepared = prepare("eager", **CALCULATORS[kind])
+    floats = {k: 3 * v.detach() for k, v in prepared.state_dict().items() if k.endswith(("original", "bias"))}
+    if world > 1:
+        shard(prepared, prepared.first)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
+    if how == "loaded":
+        load_floats(prepared, floats)
+    else:
+        prepared.eval()
+        with torch.no_grad():
+            prepared(torch.cat([batch(7, rank)[0] for rank in ranks]))
+    if how != "evaluated":
+        start(quantizer, prepared, ranks)
+        optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
+    train(quantizer, prepared, prepared, ranks, optimizer=optimizer)
+    return full_state(prepared)
+
+
+def load_floats(prepared: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load whole float tensors into a model that may be sharded."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    if dist.is_initialized():
+        set_model_state_dict(prepared, state, options=StateDictOptions(full_state_dict=True, strict=False))
+    else:
+        prepared.load_state_dict(state, strict=False)
+
+
+def job_fsdp_later(rank: int, world: int, how: str, kind: str):
+    return lead_to_training(how.replace("+", ", "), kind, [rank], world)
 
 
 def rates(prepared: nn.Module) -> dict[str, torch.Tensor]:
@@ -169,7 +215,7 @@ def rates(prepared: nn.Module) -> dict[str, torch.Tensor]:
 def job_rates(rank: int, world: int, kind: str):
     quantizer, prepared = prepare("eager", **CALCULATORS[kind])
     start(quantizer, prepared, [rank])
-    shard(prepared)
+    shard(prepared, prepared.first, prepared.second)
     return rates(prepared)
 
 

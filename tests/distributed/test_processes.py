@@ -32,6 +32,10 @@ SHARDED = [
     *((kind, "before") for kind in ("moving_average", "lsq")),
     *((kind, when) for kind in ("lsq", "lsq_plus", "pact") for when in ("after", "never")),
 ]
+LATER = [
+    *((how, "lsq") for how in ("evaluated", "evaluated+calibrated", "loaded")),
+    *((how, "lsq_plus") for how in ("evaluated", "loaded")),
+]
 LEARNED = ("lsq", "pact")
 
 
@@ -45,6 +49,7 @@ def two(tmp_path_factory):
     jobs = [f"calibrate:{mode},{kind}" for mode, kind in CALIBRATED]
     jobs += [f"ddp:{mode},{kind}" for mode, kind in TRAINED]
     jobs += [f"fsdp:{kind},{when}" for kind, when in SHARDED] + [f"rates:{kind}" for kind in ("lsq", "lsq_plus")]
+    jobs += [f"fsdp_later:{how},{kind}" for how, kind in LATER]
     jobs += ["places:", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
     return spawn(2, tmp_path_factory.mktemp("two"), jobs)
 
@@ -102,6 +107,18 @@ def test_fsdp_trains_as_one_process_on_the_joined_batch(two, kind, calibrated):
         processes.start(quantizer, prepared, [0, 1])
     processes.train(quantizer, prepared, prepared, [0, 1])
     assert_equal(two, f"fsdp:{kind},{calibrated}", processes.state(prepared), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("how", "kind"), LATER)
+def test_sharded_models_lose_no_learned_step_before_training(two, how, kind):
+    """What the root has gathered in an evaluation, and weights that are loaded late: trained as in one process."""
+    assert_equal(
+        two,
+        f"fsdp_later:{how},{kind}",
+        processes.lead_to_training(how.replace("+", ", "), kind, [0, 1], world=1),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("kind", ["lsq", "lsq_plus"])

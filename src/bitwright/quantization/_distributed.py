@@ -13,17 +13,37 @@ from torch import nn
 from ._statistics import gathering
 from .spec import GlobalMinMaxQParamsCalculator, RunningRangeMixin
 from .spec._histogram import Histogram
+from .spec._sharded import may_change_unseen
 from .spec.fake_quantize import FakeQuantizeImplBase
 from .spec.learned import LearnedQParamsCalculatorBase, _Statistics
 from .spec.observers import DistributionRangeCalculatorBase
 
-__all__ = ["merged_statistics", "synchronized_observers"]
+__all__ = ["merged_statistics", "sharded_again", "synchronized_observers"]
 
 _Range = tuple[torch.Tensor, torch.Tensor]
 
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sharded_again(model: nn.Module) -> nn.Module:
+    """Have FSDP put parts of parameters where a forward left gathered ones, and learned ranges remember the parts.
+
+    The root of a sharded model keeps what it has gathered until a backward. Values that are found in a forward are
+    written to the parts too, which optimizers see.
+    """
+    if may_change_unseen():
+        from torch.distributed.fsdp import FSDPModule
+
+        modules = list(model.modules())
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for module in modules:
+            if isinstance(module, LearnedQParamsCalculatorBase):
+                module.remember_parts()
+    return model
 
 
 class _RangeBetween(nn.Module):

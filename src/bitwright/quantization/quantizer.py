@@ -22,7 +22,7 @@ from bitwright.planning.report import report_problems
 from bitwright.program.export_errors import not_a_tuple
 
 from . import _checkpoint
-from ._distributed import merged_statistics, synchronized_observers
+from ._distributed import merged_statistics, sharded_again, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._schedule import ScheduleDriver, switch
 from ._statistics import gathering, has_searched_range, warn_of_calibration, warn_of_ranges
@@ -175,6 +175,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             try:
                 with merged_statistics(_simulators(target)):
                     yield self
+                sharded_again(target)
                 self._measured = True
                 warn_of_calibration(target, stacklevel=4)
             finally:
@@ -371,7 +372,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         """
         own, begun = model is self._model, self._calibrated
         self._model, self._calibrated = model, begun or own
-        for calculator in gathering(_simulators(model)):
+        for calculator in gathering(_simulators(sharded_again(model))):
             if calculator.is_provisional if not own else not begun:
                 calculator.reset_statistics()
             calculator.is_provisional = False

@@ -180,9 +180,12 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
 
     def reset_statistics(self) -> None:
         """Find the initial values anew with the next tensor."""
+        self._statistics, self._restart = None, True
+
+    def remember_parts(self) -> None:
+        """Write values that are found in a forward to the present parameters too, if these are sharded."""
         learned: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}
         self._sharded = {name: parameter for name, parameter in learned.items() if is_sharded(parameter)}
-        self._statistics, self._restart = None, True
 
     def _merge_statistics(self, other: Any) -> None:
         if other._statistics is None:

@@ -129,6 +129,8 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Take the histogram from a state_dict."""
+        if not isinstance(state, torch.Tensor):  # what torch's distributed checkpoints put where a state has none
+            return
         self._histogram = None
         if state.numel():
             rank = int(state[0])
