@@ -141,6 +141,33 @@ SAME = {
     "inputs only": case("s.m(s.l(x))", config=everywhere(op_output_spec=None), l=L, m=L),
     "outputs only": case("s.m(s.l(x))", config=everywhere(op_input_spec=None), l=L, m=L),
     "outputs only, inputs silent": case("s.m(s.l(x))", config=everywhere(op_input_spec={}), l=L, m=L),
+    "mean of what nobody speaks of": case("s.l(x.mean(0, True))", config=everywhere(op_input_spec={}), l=L),
+    "mean of an input that is off": case("s.l(x.mean(0, True))", config=everywhere(op_input_spec=None), l=L),
+    "mean of a moved input": case("s.l(x.t().mean(0, True).repeat(1, 4))", config=everywhere(op_input_spec={}), l=L),
+    "mean of a simulated input": case("s.m(s.l(x).mean(0, True))", config=everywhere(op_input_spec={}), l=L, m=L),
+    "mean of a producer that is off": case(
+        "s.m(s.l(x).mean(0, True))",
+        config={"global_config": {"op_input_spec": {}}, "module_name_configs": {"l": {"op_output_spec": None}}},
+        l=L,
+        m=L,
+    ),
+    "pools in a row that nobody speaks of": case(
+        "s.c(F.avg_pool2d(F.max_pool2d(x, 2), 2))",
+        IMAGE,
+        config=everywhere(op_input_spec={}),
+        c="nn.Conv2d(4, 4, 1)",
+    ),
+    "concatenation, inputs silent": case(
+        "s.m(torch.cat([x, x.abs()], 1))", config=everywhere(op_input_spec={}), m="nn.Linear(16, 3)"
+    ),
+    "concatenation, one input simulated": case(
+        "s.m(torch.cat([s.l(x), x], 1))", config=everywhere(op_input_spec={}), l=L, m="nn.Linear(16, 3)"
+    ),
+    "concatenation, one input named": case(
+        "s.m(torch.cat([x, x.abs()], 1))",
+        config=everywhere(op_input_spec={}, op_type_config={"cat": {"op_input_spec": {1: {"dtype": "int4"}}}}),
+        m="nn.Linear(16, 3)",
+    ),
     "op type off": case("F.relu(s.l(x)) + x", config=everywhere(op_type_config={"linear": None}), l=L),
     "fused op type has no say": case("F.relu(s.l(x))", config=everywhere(op_type_config={"relu": None}), l=L),
     "op name": case("s.m(s.l(x))", config=everywhere(op_name_config={"linear_1": None}), l=L, m=L),

@@ -148,6 +148,24 @@ class TestSharing:
         model = Lambda(lambda s, x: s.m(s.p(s.l(x))), **layers)
         assert ("mean[output 0]" in rows(plan_of(model, config=QuantizerConfig(module_name_configs=specs)))) == on
 
+    @pytest.mark.parametrize(
+        ("before", "alone"),
+        [
+            (lambda s, x: x, True),
+            (lambda s, x: x.exp(), True),
+            (lambda s, x: x.flip(0), False),
+            (lambda s, x: s.l(x), False),
+        ],
+    )
+    def test_an_input_that_nobody_speaks_of_is_left_alone(self, before: Any, alone: bool) -> None:
+        """Pools in a row, told nothing of their inputs, wait for a simulation; the second has that of the first."""
+        model = Lambda(lambda s, x: F.avg_pool1d(F.max_pool1d(before(s, x), 2), 2), l=linear())
+        found = rows(plan_of(model, config=globally(op_input_spec={})))
+        groups = {name: row.group for name, row in found.items() if row.kind == "activation"}
+        assert len(set(groups.values())) == 1
+        assert (set(groups) == {"max_pool1d[output 0]", "avg_pool1d[output 0]"}) == alone
+        assert {"max_pool1d[output 0]", "avg_pool1d[output 0]"} <= set(groups)
+
     def test_subclasses_of_specs_keep_their_fields(self) -> None:
         """What reconciliation changes is changed in the user's own class."""
 
