@@ -81,6 +81,11 @@ class DirectlyCalled(nn.Module):
         super().__delattr__(name)
         self._forget_shortcut()
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """See ``nn.Module``."""
+        super().add_module(name, module)
+        self._forget_shortcut()
+
     def _forget_shortcut(self) -> None:
         shortcut = self.__dict__.get("_shortcut")
         if shortcut is not None:

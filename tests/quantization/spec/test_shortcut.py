@@ -49,6 +49,12 @@ def _grid(s: Any) -> None:
     s.quant_min, s.quant_max = -3, 3
 
 
+def _doubled(calculator: Any) -> Any:
+    other = copy.deepcopy(calculator)
+    other.scale.mul_(2)
+    return other
+
+
 CHANGES: dict[str, Change] = {
     "observer": _switch_observer,
     "fake-quantize off": lambda s: s.disable_fake_quant(),
@@ -63,6 +69,7 @@ CHANGES: dict[str, Change] = {
     "scale replaced": _new_buffer,
     "state loaded": _load,
     "scale put in": lambda s: s.qparams_calculator._buffers.update(scale=s.qparams_calculator.scale * 3),
+    "calculator": lambda s: s.add_module("qparams_calculator", _doubled(s.qparams_calculator)),
     "grid": _grid,
     "granularity": lambda s: setattr(s, "_granularity", PerChannelGranularity(axis=0)),
     "formulation": lambda s: setattr(s, "qformulation", "minval"),
