@@ -307,6 +307,49 @@ def _convnext_v2() -> Architecture:
     return Architecture(ConvNextV2ForImageClassification(config), (_image(),), {})
 
 
+def _fnet() -> Architecture:
+    from transformers import FNetConfig, FNetForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "max_position_embeddings": 32}
+    return Architecture(FNetForSequenceClassification(FNetConfig(vocab_size=99, **sizes)), (_tokens(),), {})
+
+
+def _squeezebert() -> Architecture:
+    from transformers import SqueezeBertConfig, SqueezeBertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = SqueezeBertForSequenceClassification(SqueezeBertConfig(vocab_size=99, intermediate_size=24, **sizes))
+    return Architecture(model, (_tokens(),), {})
+
+
+def _xlnet() -> Architecture:
+    from transformers import XLNetConfig, XLNetForSequenceClassification
+
+    config = XLNetConfig(vocab_size=99, d_model=16, n_layer=2, n_head=2, d_inner=24)
+    return Architecture(XLNetForSequenceClassification(config), (_tokens(),), {})
+
+
+def _focalnet() -> Architecture:
+    from transformers import FocalNetConfig, FocalNetForImageClassification
+
+    config = FocalNetConfig(image_size=32, embed_dim=8, depths=[1, 1], focal_levels=[2, 2], focal_windows=[3, 3])
+    return Architecture(FocalNetForImageClassification(config), (_image(),), {})
+
+
+def _patchtst() -> Architecture:
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    config = PatchTSTConfig(d_model=16, num_hidden_layers=2, num_attention_heads=2, patch_length=8, patch_stride=8)
+    return Architecture(PatchTSTForPrediction(config), (torch.randn(2, 32, 1),), {})
+
+
+def _patchtsmixer() -> Architecture:
+    from transformers import PatchTSMixerConfig, PatchTSMixerForPrediction
+
+    model = PatchTSMixerForPrediction(PatchTSMixerConfig(d_model=16, num_layers=2))
+    return Architecture(model, (torch.randn(2, 32, 1),), {})
+
+
 _BUILDERS: dict[str, Callable[[], Architecture]] = {
     "resnet": _resnet,
     "mobilenet_v2": _mobilenet,
@@ -333,6 +376,12 @@ _BUILDERS: dict[str, Callable[[], Architecture]] = {
     "bart": _bart,
     "siglip": _siglip,
     "convnext_v2": _convnext_v2,
+    "fnet": _fnet,
+    "squeezebert": _squeezebert,
+    "xlnet": _xlnet,
+    "focalnet": _focalnet,
+    "patchtst": _patchtst,
+    "patchtsmixer": _patchtsmixer,
 }
 
 NAMES = tuple(_BUILDERS)
