@@ -44,8 +44,8 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 4, (8,), generator=generator)
 
 
-def prepare(mode: str, **activation):
-    """A W8A8 network with the given activation spec; the same in every process."""
+def prepare(mode: str, change=None, **activation):
+    """A W8A8 network, changed before, with the given activation spec; the same in every process."""
     torch.manual_seed(0)
     spec = QuantizationSpec(**activation)
     kind = {"fake_quantize_cls": "lsq"} if activation.get("fake_quantize_cls") == "lsq" else {}
@@ -56,7 +56,8 @@ def prepare(mode: str, **activation):
         ),
         execution_mode=mode,
     )
-    quantizer = Quantizer(Net(), config)
+    net = Net()
+    quantizer = Quantizer(net if change is None else change(net), config)
     return quantizer, quantizer.prepare((torch.randn(8, 8),), **({} if mode == "eager" else _any_batch()))
 
 
@@ -217,6 +218,22 @@ def job_rates(rank: int, world: int, kind: str):
     start(quantizer, prepared, [rank])
     shard(prepared, prepared.first, prepared.second)
     return rates(prepared)
+
+
+def parallelize(net: nn.Module) -> nn.Module:
+    """Columns of the first layer and rows of the second in each process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(net, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+
+
+def job_tensor_parallel(rank: int, world: int, kind: str):
+    quantizer, prepared = prepare("eager", parallelize, **CALCULATORS[kind])
+    start(quantizer, prepared, [0, 1])
+    train(quantizer, prepared, prepared, [0, 1])
+    return full_state(prepared)
 
 
 def job_dtensor(rank: int, world: int, kind: str, dim: str):

@@ -50,6 +50,7 @@ def two(tmp_path_factory):
     jobs += [f"ddp:{mode},{kind}" for mode, kind in TRAINED]
     jobs += [f"fsdp:{kind},{when}" for kind, when in SHARDED] + [f"rates:{kind}" for kind in ("lsq", "lsq_plus")]
     jobs += [f"fsdp_later:{how},{kind}" for how, kind in LATER]
+    jobs += [f"tensor_parallel:{kind}" for kind in ("moving_average", "lsq")]
     jobs += ["places:", "dtensor:default,0", "dtensor:default,1", "dtensor:lsq,0"]
     return spawn(2, tmp_path_factory.mktemp("two"), jobs)
 
@@ -139,6 +140,15 @@ def test_dtensors_get_the_parameters_of_the_whole(two, kind, dim):
     (y * torch.arange(64.0).reshape(8, 8)).sum().backward()
     expected = {"scale": fq.calculate_qparams()[0], "y": y, "grad": whole.grad}
     assert_equal(two, f"dtensor:{kind},{dim}", {k: v.detach() for k, v in expected.items()}, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["moving_average", "lsq"])
+def test_tensor_parallel_layers_train_as_one_process(two, kind):
+    """parallelize_module by columns and rows: parameters are those of whole tensors, also where outputs are sums."""
+    quantizer, prepared = processes.prepare("eager", **processes.CALCULATORS[kind])
+    processes.start(quantizer, prepared, [0, 1])
+    processes.train(quantizer, prepared, prepared, [0, 1])
+    assert_equal(two, f"tensor_parallel:{kind}", processes.state(prepared), rtol=1e-4, atol=1e-5)
 
 
 _FAILING = """

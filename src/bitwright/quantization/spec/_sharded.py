@@ -28,12 +28,16 @@ def write(tensor: Any, value: torch.Tensor) -> None:
 
 
 def _placed(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a tensor that every process has with the placements of the DTensor ``like``."""
+    """Return a tensor that every process has with the placements of the DTensor ``like``; where these are sums, whole.
+
+    A sum of simulated parts would not be the simulation of the sum.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * like.device_mesh.ndim
+    placements = [Replicate() if place.is_partial() else place for place in like.placements]
     placed: torch.Tensor = DTensor.from_local(value, like.device_mesh, everywhere, run_check=False).redistribute(
-        placements=like.placements
+        placements=placements
     )
     return placed
 
