@@ -26,6 +26,7 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "form_of",
+    "is_plain_torch",
     "min_max",
     "note_codes",
     "observe_and_fake_quantize",
@@ -112,8 +113,14 @@ def form_of(x: torch.Tensor) -> Any:
     return _cuda_form() if x.is_cuda else reference
 
 
+def is_plain_torch() -> bool:
+    """Return whether no dispatch mode, function transform or trace is in force."""
+    return not (_dispatch_depth() or _transforms_active() or _tracing_state() is not None)
+
+
 def undisturbed() -> bool:
     """Return whether a plain tensor may go straight to a fused kernel here; ``form_of`` asks this and more."""
+    # ``is_plain_torch`` without the call: this is asked before every small tensor.
     return not (_reference_only or _dispatch_depth() or _transforms_active() or _tracing_state() is not None)
 
 

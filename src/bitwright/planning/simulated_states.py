@@ -19,6 +19,8 @@ from bitwright.program import Argument, Program, StateTensor, Value, ValueKind, 
 
 __all__ = ["FinalizedWeight", "WeightProgram", "fold_simulators", "is_unpacked", "trace_weights"]
 
+_CONVERSIONS = ("to", "_to_copy")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinalizedWeight:
@@ -86,8 +88,11 @@ def fold_simulators(program: Program, model: nn.Module) -> WeightProgram:
 
 
 def is_unpacked(value: Value) -> bool:
-    """Whether an op of a backend unpacks the value: a weight that was finalized before."""
-    return value.producer is not None and str(value.producer.target).startswith("coreai.")
+    """Whether an op of a backend unpacks the value, perhaps in another dtype: a weight that was finalized before."""
+    op = value.producer
+    while op is not None and op.type in _CONVERSIONS and op.arguments:
+        op = op.arguments[0].value.producer
+    return op is not None and str(op.target).startswith("coreai.")
 
 
 class _Folder:

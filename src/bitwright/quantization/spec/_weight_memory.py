@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.kernels import Grid
-from bitwright.kernels.dispatch import take_snapshot
+from bitwright.kernels.dispatch import is_plain_torch, take_snapshot
 
 from ._sharded import may_change_unseen
 
@@ -99,7 +99,7 @@ def watch(weight: torch.Tensor, qparams: QParams, grid: Grid, switches: Sequence
     """
     if type(weight) is not nn.Parameter or weight.is_inference() or weight.is_meta or may_change_unseen():
         return None
-    if torch._C._len_torch_dispatch_stack():  # in a mode no real tensors may come out of what is computed here
+    if not is_plain_torch():  # what is computed from a tensor here may be none that lies in memory
         return None
     scale, zero_point, minval = qparams
     written = [t for t in qparams if t is not None]
