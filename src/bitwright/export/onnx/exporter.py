@@ -107,7 +107,6 @@ def export_onnx(
         output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
-    average_in_order(program.model.graph)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
@@ -175,7 +174,7 @@ def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> 
 
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
-    """Replace every stand-in node by the nodes of what it stands for."""
+    """Replace every stand-in node by the nodes of what it stands for; averages of the codes add in PyTorch's order."""
     built: dict[tuple[str, ...], Any] = {}
     for number, node in enumerate(list(graph)):
         if node.domain != DOMAIN:
@@ -194,6 +193,7 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
     for name, value in list(graph.initializers.items()):
         if not value.uses() and value not in graph.outputs:
             del graph.initializers[name]
+    average_in_order(graph)
 
 
 def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[tuple[str, ...], Any]) -> None:
