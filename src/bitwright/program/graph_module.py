@@ -133,7 +133,7 @@ def _with_short_ways(body: list[str], module: nn.Module) -> list[str]:
         called = line[start : line.find("(", start) + 1] if start >= 0 else ""
         changed.append(line.replace(called, _CALLED_AS[called], 1) if called in _CALLED_AS else line)
     text = _READ.sub(lambda read: _short_read(read, module), "".join(changed))
-    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, text)]
+    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, text)] if directly else [text]
 
 
 def _short_read(read: re.Match[str], module: nn.Module) -> str:

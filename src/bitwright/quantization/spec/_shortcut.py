@@ -3,6 +3,8 @@
 What passes through a simulator rarely changes in anything but its values. After a call on the long way
 (``FakeQuantizeForward``) a shortcut is made for it: a function that compares everything on which the decisions of the
 long way depend, and then calls a prepared kernel. Where anything differs it returns None, and the long way decides.
+Attributes are not compared: setting one takes the shortcut away. The comparisons stand in each function in full, since
+a call would cost as much as they do.
 """
 
 from __future__ import annotations
