@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright import ExportBackend
 from bitwright.artifact import Artifact
+from bitwright.export.torch_program import packed_copy
 from bitwright.inspection import bits_per_weight
 from bitwright.palettization import (
     KMeansPalettizer,
@@ -143,6 +144,16 @@ def test_activations_do_not_count(mode: str) -> None:
     weights_only = Quantizer(make(), QuantizerConfig.presets.w8(execution_mode=mode)).prepare(INPUTS)
     assert before == bits_per_weight(weights_only).total_bits
     assert bits_per_weight(quantizer.finalize(backend="coreml")).total_bits == before
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_packed_copies_count_what_they_hold(mode: str) -> None:
+    """Packed weights once, and nothing of what stands for the activations' simulators."""
+    quantizer = Quantizer(make(), QuantizerConfig.presets.w8a8(execution_mode=mode))
+    prepared = quantizer.prepare(INPUTS)
+    with quantizer.calibration_mode():
+        prepared(*INPUTS)
+    assert bits_per_weight(packed_copy(prepared)) == bits_per_weight(prepared)
 
 
 def test_tied_weights_count_once() -> None:

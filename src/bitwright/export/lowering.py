@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bitwright._utils.kept_layouts import keep_layout
+from bitwright._utils.kept_layouts import keep_layout, mark_activation
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.graph_sites import GraphSimulators
@@ -130,7 +130,8 @@ def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase, make: MakeA
         return nn.Identity()
     if not simulator.is_stateless:
         QuantizedActivation.from_simulator(simulator, name)  # raises where it was not calibrated
-    return make(name, simulator)
+    stand_in = make(name, simulator)
+    return None if stand_in is None else mark_activation(stand_in)
 
 
 def _call_instead(module: fx.GraphModule, node: fx.Node, target: str) -> None:

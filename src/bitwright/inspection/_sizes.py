@@ -132,6 +132,8 @@ def _float_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
     for name, child in module._modules.items():
         if child is None or isinstance(child, CompressionSimulatorBase) or _is_activation(name, child):
             continue
+        if isinstance(child, PackedTensor):  # in a graph, where the layout is kept beside it
+            continue
         if isinstance(child, parametrize.ParametrizationList) and _is_compressed(child):
             continue
         yield from _float_modules(child, _join(path, name))
