@@ -11,8 +11,11 @@ from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.demo import EXPORT_RECIPES, run_exports
-from bitwright.demo.exports import ExportRow, _codes_note
+from bitwright.demo.digits import load_digits
+from bitwright.demo.exports import ExportResult, ExportRow, _codes_note, _dense_weights, _measured
+from bitwright.demo.verification import Verified
 from bitwright.export.targets import TARGETS
+from bitwright.quantization import Quantizer, QuantizerConfig
 
 pytest.importorskip("sklearn")
 
@@ -71,14 +74,43 @@ def test_a_target_that_fails_is_a_row_and_an_exit_code(tmp_path, monkeypatch):
 
 
 def test_differences_of_quantized_outputs_are_counted_in_codes():
-    """Half a percent of codes that are off by one step, and nothing to say of outputs that are not quantized."""
+    """Two codes that are off, by one step and by two, and nothing to say of outputs that are not quantized."""
     codes = torch.arange(200.0).repeat(5)
     found = codes.clone()
     found[7] += 1
     found[11] -= 2
-    assert _codes_note(codes * 0.1, found * 0.1) == "99.8% of the output's codes equal, others off by 2 at most"
+    assert _codes_note(codes * 0.1, found * 0.1) == "2 of 1,000 output codes differ, by 2 at most"
     assert _codes_note(codes, codes) == ""
     assert _codes_note(torch.randn(1000), torch.randn(1000)) == ""
+
+
+def test_the_table_fits_80_columns_and_claims_nothing_that_did_not_run(tmp_path, monkeypatch):
+    """Notes stand below the tables, the same one once; what was only read back as weights has no accuracy."""
+    weights = Verified("read", weights_db=70.5, note="weights compared")
+    digits = load_digits()
+    expected = torch.nn.functional.one_hot(digits.test_labels, 10).float()
+    recipe = EXPORT_RECIPES[0][0]
+    row = _measured("Core ML", recipe, None, weights, expected, digits, 1.0)
+    assert (row.accuracy, row.prepared_accuracy, row.sqnr_db, row.equal) == (None, 1.0, 70.5, False)
+    rows = [row, ExportRow("compressed-tensors", recipe.name, "missing", note="x" * 200), row]
+    monkeypatch.setattr("bitwright.demo.run_exports", lambda *_, **__: ExportResult(0.5, 1000, rows))
+    result = CliRunner().invoke(app, ["demo", "--export", str(tmp_path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    table, _, notes = result.output.partition("[1] ")
+    assert max(map(len, table.splitlines()[1:])) <= 80
+    assert "compressed-tensors" in table
+    assert f"{recipe.name}: 100.00% in PyTorch" in table
+    assert notes.count("weights compared") == 1
+    assert "not installed: " + "x" * 200 in notes
+
+
+def test_weights_that_a_target_stores_dense_are_told():
+    """ExecuTorch packs int8 only; the row says so, as the file is no smaller than the float model's."""
+    prepared = Quantizer(torch.nn.Linear(32, 8), QuantizerConfig.presets.w4(execution_mode="eager")).prepare(
+        (torch.zeros(1, 32),)
+    )
+    assert _dense_weights(TARGETS["executorch"], prepared).startswith("1 of 1 weights dense: it packs symmetric int8")
+    assert _dense_weights(TARGETS["coreai"], prepared) == ""
 
 
 @pytest.mark.slow

@@ -10,14 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from bitwright.artifact.sites import activation_simulators
+from bitwright.export.capabilities import Form, weight_support
 from bitwright.export.targets import TARGETS, Target
+from bitwright.inspection import artifact_of
 
 from .digits import Digits, load_digits
 from .network import DigitsCNN, accuracy, train
@@ -145,7 +147,18 @@ def _row(
             checked = verify(target, path, prepared, model, images)
     except Exception as error:  # one target that fails must not take the others with it
         return ExportRow(target.title, recipe.name, "failed", note=f"{type(error).__name__}: {error}")
-    return _measured(target.title, recipe, path, checked, expected, digits, time.perf_counter() - start)
+    row = _measured(target.title, recipe, path, checked, expected, digits, time.perf_counter() - start)
+    dense = _dense_weights(target, prepared)
+    return replace(row, note="; ".join(filter(None, (row.note, dense))))
+
+
+def _dense_weights(target: Target, prepared: nn.Module) -> str:
+    """How many of the compressed weights a target stores at full size; empty for none."""
+    artifact = artifact_of(prepared)
+    supports = [weight_support(target.name, artifact[name]) for name in artifact.compressed]
+    reasons = {support.reason: None for support in supports if support.form == Form.DENSE}
+    count = sum(support.form == Form.DENSE for support in supports)
+    return f"{count} of {len(supports)} weights dense: {', '.join(reasons)}" if count else ""
 
 
 def _measured(
@@ -157,8 +170,8 @@ def _measured(
     digits: Digits,
     seconds: float,
 ) -> ExportRow:
-    found, reference = (expected if checked.outputs is None else checked.outputs), expected
-    noise = sqnr_db(reference, found) if checked.outputs is not None else checked.weights_db
+    found = checked.outputs
+    noise = checked.weights_db if found is None else sqnr_db(expected, found)
     return ExportRow(
         target=target,
         recipe=recipe.name,
@@ -175,13 +188,12 @@ def _measured(
 
 
 def _codes_note(expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Where the output is quantized: how many codes are equal. A sum in another order decides ties the other way."""
+    """Where the output is quantized: how many codes differ. A sum in another order decides ties the other way."""
     values: torch.Tensor = torch.unique(expected)
     if not 2 <= len(values) <= 256 or torch.equal(expected, found):
         return ""
     steps = ((found - expected) / (values[1:] - values[:-1]).min()).round().abs()
-    share = float((steps == 0).float().mean())
-    return f"{share:.1%} of the output's codes equal, others off by {int(steps.max())} at most"
+    return f"{int(steps.count_nonzero()):,} of {steps.numel():,} output codes differ, by {int(steps.max())} at most"
 
 
 def _size(path: Path) -> int:
