@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 
+from .averages import average_in_order
 from .conversion import captured, converting, finalized_copy
 from .extras import require
 
@@ -54,6 +55,7 @@ def export_coreai(
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     finalized = finalized_copy(model, ExportBackend.CoreAI)
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
+    average_in_order(program)
     with converting("coreai-torch"):
         program = program.run_decompositions(coreai_torch.get_decomp_table())
         _name_palettes(program)

@@ -15,6 +15,7 @@ from bitwright.artifact import CompressedTensor, PackedTensor
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import ArithmeticActivation, fits_arithmetic
+from .averages import average_in_order
 from .conversion import ConversionError, captured, converting
 from .lowering import lower
 
@@ -116,6 +117,7 @@ def export_aot_inductor(
     if not has_compiler():
         raise ConversionError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is there; install one.")
     program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
+    average_in_order(program)
     with converting("AOTInductor"):
         target.parent.mkdir(parents=True, exist_ok=True)
         torch._inductor.aoti_compile_and_package(program, package_path=str(target.absolute()))

@@ -1,0 +1,77 @@
+"""Averages of codes in exported programs: additions in PyTorch's order, so that ties are rounded alike."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.export.averages import average_in_order
+from bitwright.export.targets import TARGETS
+from bitwright.quantization import QuantizationSpec
+from tests.measures import sqnr
+
+from .models import W8, prepared
+
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
+
+BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
+
+
+class Averages(nn.Module):
+    """Means of parts of one rounded tensor, and one of a tensor that was not rounded."""
+
+    def forward(self, x):
+        rounded = torch.relu(torch.round(x * 50) / 3.0 * 0.037)
+        over_rows = [rounded[:, : 3 * n].unflatten(1, (3, n)).mean(-1) for n in (2, 5, 8, 49, 100, 300)]
+        over_columns = [rounded[:, : n * m].unflatten(1, (n, m)).mean(1) for n, m in ((17, 6), (16, 32), (49, 40))]
+        images = rounded[:, :144].unflatten(1, (4, 6, 6))
+        pools = F.adaptive_avg_pool2d(images, 1), F.adaptive_avg_pool1d(images.flatten(2), 1), images.mean((1, 2), True)
+        return (*over_rows, *over_columns, *pools, F.adaptive_avg_pool2d(images, 2), x.mean(-1))
+
+
+def _means(program):
+    return [node for node in program.graph.nodes if "mean" in str(node.target) or "pool" in str(node.target)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_programs_compute_the_same_bits(dynamic):
+    """PyTorch's own means are the truth; nothing is quantized behind them, so every bit is seen."""
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 2000), Averages()
+    shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
+    program = torch.export.export(model, (x,), dynamic_shapes=shapes)
+    average_in_order(program)
+    assert len(_means(program)) == 2
+    for ready in (program, program.run_decompositions()):
+        for inputs in (x, torch.randn(5, 2000)) if dynamic else (x,):
+            for number, (expected, found) in enumerate(zip(model(inputs), ready.module()(inputs), strict=True)):
+                assert torch.equal(expected, found), number
+
+
+class Pooled(nn.Module):
+    """A convolution, an average of 16 codes, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(F.adaptive_avg_pool2d(torch.relu(self.conv(x)), 1).flatten(1))
+
+
+@pytest.mark.parametrize("name", ["coreai", pytest.param("aot-inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_networks_that_end_in_a_pool_have_the_same_codes(name, mode, tmp_path):
+    """Input and output of the pool have one scale, so one of 16 averages lies between two codes."""
+    target = TARGETS[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    torch.manual_seed(0)
+    x = torch.randn(64, 3, 4, 4)
+    _, ready = prepared(Pooled().eval(), x, W8, BYTES, mode)
+    path = target.write(ready, (x,), tmp_path / f"model{target.suffix}", {}, None)
+    assert sqnr(ready(x), target.run(path, (x,))[0]) > 100
