@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.export [onnx] [packed]``. ONNX Runtime: the same model as float file and as W8A8 file, on the
 CPU with two threads, alternating in one process; the ratio of both outputs' difference to the output tells that the
-right thing was timed. Packed: bytes of the loaded model, and forwards with weights decoded on use. Writes
+right thing was timed, and ``codes`` how many codes of the file are not PyTorch's or those of exact sums, each quantizer
+for itself. Packed: bytes of the loaded model, and forwards with weights decoded on use. Writes
 ``results/onnx.json`` and ``results/packed.json``.
 """
 
@@ -127,7 +128,7 @@ def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 def onnx(folder: Path) -> dict[str, Any]:
     """Float and int8 files of both models in ONNX Runtime."""
-    from bitwright.export.onnx import export_onnx
+    from bitwright.export.onnx import compare_codes, export_onnx
     from bitwright.export.onnx.runtime import open_session
 
     results: dict[str, Any] = {}
@@ -153,12 +154,14 @@ def onnx(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             found = torch.from_numpy(sessions["w8a8"].run(None, feeds["w8a8"])[0])
             ratio_db = sqnr(prepared(*inputs), found)
+        report = compare_codes(prepared, files["w8a8"], inputs)
         results[name] = {
             "threads": THREADS, "seconds": times, "float_over_w8a8": ratio(times["float"], times["w8a8"]),
-            "sqnr_db_against_prepared": ratio_db, "bytes": {key: path.stat().st_size for key, path in files.items()},
+            "sqnr_db_against_prepared": ratio_db, "codes": str(report),
+            "bytes": {key: path.stat().st_size for key, path in files.items()},
         }  # fmt: skip
         print(f"{name:32s} float {times['float'].median * 1e3:8.2f} ms   w8a8 {times['w8a8'].median * 1e3:8.2f} ms   "
-              f"{results[name]['float_over_w8a8']:.2f} x   {ratio_db:.1f} dB")  # fmt: skip
+              f"{results[name]['float_over_w8a8']:.2f} x   {ratio_db:.1f} dB\n  {report}")  # fmt: skip
     return results
 
 

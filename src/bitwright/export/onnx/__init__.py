@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .comparison import CodeComparison, CodeReport, compare_codes
 from .exporter import export_onnx
 from .runtime import run_onnx
 
-__all__ = ["export_onnx", "run_onnx"]
+__all__ = ["CodeComparison", "CodeReport", "compare_codes", "export_onnx", "run_onnx"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,17 @@ import torch
 from bitwright.export.conversion import ConversionError
 from bitwright.export.extras import require
 
-__all__ = ["open_session", "run_onnx"]
+__all__ = ["open_session", "run_onnx", "run_with_codes"]
 
 
-def open_session(path: str | Path, *, optimize: bool = True, threads: int | None = None, precise: bool = False) -> Any:
+def open_session(
+    path: str | Path,
+    *,
+    optimize: bool = True,
+    threads: int | None = None,
+    precise: bool = False,
+    also: Sequence[str] = (),
+) -> Any:
     """Return an ``onnxruntime.InferenceSession`` on the CPU.
 
     Args:
@@ -23,6 +30,7 @@ def open_session(path: str | Path, *, optimize: bool = True, threads: int | None
         threads: threads of one operator; None for ONNX Runtime's choice.
         precise: use products that cannot overflow on x86 processors without VNNI, where they are slower. ONNX Runtime
             1.31 refuses models with tied weights in this mode.
+        also: names of inner values to return behind the outputs.
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
@@ -37,8 +45,12 @@ def open_session(path: str | Path, *, optimize: bool = True, threads: int | None
     if precise:
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
+    file: str | bytes = str(path)
+    if also:
+        file = _with_outputs(path, also)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(Path(path).parent))
     try:
-        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ConversionError(
             f"ONNX Runtime cannot run {str(path)!r} on the CPU: {error}. It has few kernels for bfloat16, and none for "
@@ -65,5 +77,51 @@ def run_onnx(
     session = open_session(path, optimize=optimize)
     names = [value.name for value in session.get_inputs()]
     given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs, strict=True))
-    feed = {name: tensor.detach().cpu().numpy() for name, tensor in given.items()}
-    return [torch.from_numpy(output) for output in session.run(None, feed)]
+    return [torch.from_numpy(output) for output in session.run(None, _arrays(given))]
+
+
+def run_with_codes(
+    path: str | Path, inputs: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]
+) -> dict[str, list[tuple[torch.Tensor, float, int]]]:
+    """Run a file once on the CPU, and return the integer codes of its activations.
+
+    Args:
+        path: the file.
+        inputs: tensors in the order of the graph's inputs that are not named.
+        named: further inputs by name.
+
+    Returns:
+        Codes, scale and zero point of every use of an activation's quantizer, in the order of the graph, by the
+        activation's name.
+    """
+    onnx = require("onnx", "onnx", "Running ONNX files")
+    graph = onnx.load(str(path), load_external_data=False).graph
+    constants = {constant.name: constant for constant in graph.initializer}
+    rectified = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Max" and len(n.input) > 1}
+    nodes = [n for n in graph.node if n.op_type == "QuantizeLinear"]
+    places = [rectified.get(node.output[0], node.output[0]) for node in nodes]
+    session = open_session(path, also=places)
+    names = [value.name for value in session.get_inputs() if value.name not in named]
+    given = {**dict(zip(names, inputs, strict=True)), **named}
+    outputs = [output.name for output in session.get_outputs()]
+    values = dict(zip(outputs, session.run(None, _arrays(given)), strict=True))
+    found: dict[str, list[tuple[torch.Tensor, float, int]]] = {}
+    for node, place in zip(nodes, places, strict=True):
+        scale, zero_point = (onnx.numpy_helper.to_array(constants[name]) for name in node.input[1:3])
+        use = torch.from_numpy(values[place]), float(scale), int(zero_point)
+        found.setdefault(node.name.rpartition("_QuantizeLinear_")[0], []).append(use)
+    return found
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def _with_outputs(path: str | Path, names: Sequence[str]) -> bytes:
+    """A file's graph with further outputs; large weights stay in the file beside it."""
+    onnx = require("onnx", "onnx", "Running ONNX files")
+    model = onnx.load(str(path), load_external_data=False)
+    given = {output.name for output in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
+    serialized: bytes = model.SerializeToString()
+    return serialized
