@@ -319,3 +319,18 @@ def test_the_size_of_the_files_of_a_prepared_model(saved):
     folder, artifact, _, _ = saved
     assert artifact.disk_nbytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert Artifact.load(folder).disk_nbytes == artifact.disk_nbytes
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (torch.zeros(3, dtype=torch.complex128), "complex128 cannot be stored"),
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.empty(3, device="meta"), "meta device"),
+    ],
+)
+def test_tensors_that_have_no_stored_form_are_named(buffer, words):
+    net = nn.Sequential(nn.Linear(4, 4))
+    net[0].register_buffer("odd", buffer)
+    with pytest.raises(ArtifactError, match=rf"'0\.odd'.*{words}"):
+        Artifact.from_model(net)

@@ -151,6 +151,25 @@ def test_hostile_manifests_are_refused(copy, name):
         _read_everything(copy)
 
 
+@pytest.mark.parametrize(
+    ("found", "twice"),
+    [
+        ('"tensors": {', '"tensors": {}, "tensors": {'),
+        ('"format": "int8"', '"format": "uint8", "format": "int8"'),
+        ('"format_version": 1', '"format_version": 1, "format_version": 1'),
+    ],
+)
+def test_keys_that_stand_there_twice_are_refused(copy, found, twice):
+    """Two readers could take one or the other for the truth."""
+    path = copy / "manifest.json"
+    text = path.read_text()
+    assert found in text
+    text = text.replace(json.loads(text)["digest"], "0" * 64).replace(found, twice, 1)
+    path.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest()))
+    with pytest.raises(ArtifactError, match="twice"):
+        Artifact.load(copy)
+
+
 def _exchange(folder, change):
     """Change a tensor file and make the manifest's hash fit."""
     path = next(folder.glob("*.safetensors"))

@@ -14,6 +14,7 @@ from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTen
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .errors import ArtifactError
+from .layouts import dtype_name
 
 __all__ = ["WeightSite", "activation_simulators", "dense_state", "own_state", "simulators_in", "weight_sites"]
 
@@ -91,9 +92,15 @@ def activation_simulators(model: nn.Module) -> dict[str, FakeQuantizeImplBase]:
 
 
 def dense_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers that stand under no simulator, by name, aliases included."""
+    """Yield the parameters and persistent buffers that stand under no simulator, by name, aliases included.
+
+    Raises:
+        ArtifactError: one is on the meta device, sparse, or of a dtype that cannot be stored.
+    """
     for path, module in _plain_modules(model, ""):
-        yield from own_state(module, path)
+        for name, tensor in own_state(module, path):
+            _check_storable(name, tensor)
+            yield name, tensor
 
 
 def own_state(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,6 +112,17 @@ def own_state(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer
+
+
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ArtifactError(f"{name!r} is on the meta device and has no numbers; load the model's state first.")
+    if tensor.layout != torch.strided:
+        raise ArtifactError(f"{name!r} is a tensor of layout {tensor.layout}, which cannot be stored; make it dense.")
+    try:
+        dtype_name(tensor.dtype)
+    except ValueError as error:
+        raise ArtifactError(f"{name!r}: {error}") from None
 
 
 def _plain_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
