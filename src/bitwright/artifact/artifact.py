@@ -15,6 +15,7 @@ from .compress import compress_tensor
 from .errors import ArtifactError
 from .folded_norms import FoldedNorms
 from .from_graph import graph_tensors
+from .graph_sites import GraphSimulators
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
 from .sites import WeightSite, activation_simulators, dense_state, own_state, weight_sites
 from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, file_sizes, read_activations
@@ -76,7 +77,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
                 not calibrated. The message names it.
         """
-        if isinstance(model, fx.GraphModule) and not any(weight_sites(model)):
+        if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges = graph_tensors(model)
             return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))
         aliases: dict[str, str] = {}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
-
-from bitwright.config.spec import CompressionSimulatorBase
 
 from .activations import QuantizedActivation
 from .compress import compress_tensor
 from .graph_sites import GraphSimulators, state_of
-from .sites import own_state
+from .sites import dense_state, weight_sites
 from .tensors import CompressedTensor, DenseTensor
 
 __all__ = ["folded", "graph_tensors"]
@@ -44,13 +40,24 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
     graph = folded(model)
     assert isinstance(graph, fx.GraphModule)
     found = GraphSimulators.of(graph)
+    # A technique that came after the capture stands on the parameter itself.
+    sites = {name: site for site in weight_sites(graph) for name in site.names}
     tensors: dict[str, CompressedTensor[Any]] = {}
-    for weight in found.weights:
-        state = state_of(graph, weight.target)
-        tensors.setdefault(weight.target, compress_tensor(state, weight.simulators, weight.target).to("cpu"))
-    first: dict[int, str] = {id(state_of(graph, target)): target for target in reversed(tensors)}
+    first: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in _own_state(graph):
+    for weight in found.weights:
+        site = sites.pop(weight.target, None)
+        state = state_of(graph, weight.target) if site is None else site.tensor
+        simulators = weight.simulators if site is None else (*site.simulators, *weight.simulators)
+        if weight.target not in tensors:
+            tensors[weight.target] = compress_tensor(state, simulators, weight.target).to("cpu")
+            first.setdefault(id(state), weight.target)
+    for name, site in sites.items():
+        if name == site.name:
+            tensors[name] = compress_tensor(site.tensor, site.simulators, name).to("cpu")
+        else:
+            aliases[name] = site.name
+    for name, tensor in dense_state(graph):
         read = any(node.users for node in graph.graph.find_nodes(op="get_attr", target=name))
         if name in tensors:
             continue
@@ -63,19 +70,6 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
         node.name: QuantizedActivation.from_simulator(simulator, node.name) for node, simulator in found.activations
     }
     return tensors, aliases, activations
-
-
-def _own_state(graph: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under all their names, those of simulators apart."""
-    for path, module in graph.named_modules(remove_duplicate=False):
-        if not any(isinstance(owner, CompressionSimulatorBase) for owner in _chain(graph, path)):
-            yield from own_state(module, path)
-
-
-def _chain(graph: fx.GraphModule, path: str) -> Iterator[nn.Module]:
-    parts = path.split(".") if path else []
-    for length in range(1, len(parts) + 1):
-        yield graph.get_submodule(".".join(parts[:length]))
 
 
 def _is_folded(graph: fx.GraphModule, name: str) -> bool:

@@ -50,6 +50,9 @@ class GraphSimulators:
                 activations.append((node, simulator))
         return cls(list(weights.values()), activations)
 
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.activations)
+
 
 def simulator_of(module: fx.GraphModule, node: fx.Node) -> FakeQuantizeImplBase | None:
     """Return the simulator that a node calls, or None."""

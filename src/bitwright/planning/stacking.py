@@ -11,7 +11,15 @@ from bitwright.common import CompressionType
 
 from .plan import Problem, Severity
 
-__all__ = ["entry_size", "finite_range", "kinds_on", "masked_bytes", "stacking_problem", "stored_bytes"]
+__all__ = [
+    "QUANTIZED_GRAPH",
+    "entry_size",
+    "finite_range",
+    "kinds_on",
+    "masked_bytes",
+    "stacking_problem",
+    "stored_bytes",
+]
 
 _Q, _P, _S = CompressionType.QUANTIZATION, CompressionType.PALETTIZATION, CompressionType.PRUNING
 
@@ -29,6 +37,14 @@ _MEANINGLESS: dict[tuple[CompressionType, CompressionType], str] = {
     ),
     (_S, _S): "it is pruned already. Prune it once, with the spec that you want.",
 }
+
+QUANTIZED_GRAPH = Problem(
+    "order",
+    "model",
+    "a Quantizer has quantized this graph already, and its simulators would be quantized with the rest. Quantize the "
+    "float model once, with the specs of weights and activations in one configuration.",
+    Severity.ERROR,
+)
 
 
 def kinds_on(stack: Sequence[nn.Module]) -> tuple[CompressionType, ...]:

@@ -19,7 +19,9 @@ from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.planning.report import report_problems
+from bitwright.planning.stacking import QUANTIZED_GRAPH
 from bitwright.program.export_errors import not_a_tuple
+from bitwright.program.graph_module import TracedGraphModule
 
 from . import _checkpoint
 from ._distributed import merged_statistics, sharded_again, synchronized_observers
@@ -93,7 +95,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             KeyError: there is no such target.
         """
         example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
-        return self._checked_for(target, self._engine.plan(example))
+        return self._planned(target, example)
 
     def prepare(
         self,
@@ -130,7 +132,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 raise RuntimeError("Model has already been prepared. Build a new Quantizer on the float model.")
             warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
             return self._model
-        plan = self._checked_for(target, self._engine.plan(example))
+        plan = self._planned(target, example)
         report_problems(plan.problems, strict)
         self._model = self._engine.insert(example, plan)
         self._plan = plan
@@ -141,6 +143,12 @@ class Quantizer(_Views, _BaseModelCompressor):
             calculator.is_provisional = True
         self._mark_model_as_prepared(self._model)
         return self._model
+
+    def _planned(self, target: str | None, example: ExampleInputs) -> Plan:
+        plan = self._checked_for(target, self._engine.plan(example))
+        if isinstance(self._model, TracedGraphModule) and any(map(_is_quantizers, self._model.children())):
+            plan.problems.append(QUANTIZED_GRAPH)
+        return plan
 
     @property
     def applied_config(self) -> QuantizerConfig:

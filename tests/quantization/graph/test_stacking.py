@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.artifact import Artifact, PalettizedTensor, QuantizedTensor
+from bitwright.errors import PlanError
 from bitwright.palettization import (
     KMeansPalettizer,
     KMeansPalettizerConfig,
@@ -238,6 +239,39 @@ def test_a_quantized_model_is_not_quantized_again_under_another_technique() -> N
         Quantizer(model, config).prepare((x,))
     with pytest.raises(RuntimeError, match="already been prepared"):
         pruner.prepare((x,))
+
+
+@pytest.mark.parametrize("last", [pruned, palettized])
+def test_a_technique_after_quantization_of_a_graph_hides_nothing(last: Step) -> None:
+    """Simulators in the graph and on its parameters: one artifact holds both."""
+    x = torch.randn(2, 3, 4, 4)
+    config = QuantizerConfig.presets.w8(execution_mode="graph").without("0")
+    quantizer = Quantizer(network(), config)
+    quantizer.prepare((x,))
+    result = last(quantizer.finalize(backend="_torch"), x)
+    artifact = Artifact.from_model(result)
+    assert isinstance(artifact["4.weight"], QuantizedTensor)
+    assert len(artifact["0.weight"].decode().unique()) <= (4 if last is palettized else 8 * 27 // 2 + 1)
+    torch.testing.assert_close(artifact.packed_model(network())(x), result(x))
+
+
+@pytest.mark.parametrize("first", [{}, {"op_input_spec": None, "op_output_spec": None}, {"op_state_spec": None}])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_quantized_graph_is_not_quantized_again(first: dict[str, None], mode: str) -> None:
+    """Its simulators would be overwritten by those of the same name, or quantized themselves."""
+    x = torch.randn(2, 3, 4, 4)
+    quantizer = Quantizer(network(), QuantizerConfig(global_config=ModuleQuantizerConfig(**first)))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    finalized = quantizer.finalize(backend="_torch")
+    expected, keys = finalized(x), list(finalized.state_dict())
+    second = Quantizer(finalized, QuantizerConfig(execution_mode=mode))
+    assert [problem.code for problem in second.plan((x,)).problems if problem.severity == "error"] == ["order"]
+    with pytest.raises(PlanError, match="Quantize the float model once"):
+        second.prepare((x,))
+    assert list(finalized.state_dict()) == keys
+    assert torch.equal(finalized(x), expected)
 
 
 def test_the_plan_says_what_stands_below() -> None:
