@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.artifact import Artifact
-from bitwright.export.checkpoints import export_compressed_tensors, export_gguf
+from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity
 
@@ -18,6 +18,8 @@ from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepare
 PACKED = {
     "int4 groups": spec_of("int4", blocks(32)),
     "int4 groups asymmetric": spec_of("int4", blocks(32), qscheme="asymmetric"),
+    "int6 groups, some as wide as a layer": spec_of("int6", blocks(64)),
+    "int4 groups asymmetric, some as wide as a layer": spec_of("int4", blocks(64), qscheme="asymmetric"),
     "int8": W8,
     "int8 asymmetric": spec_of("int8", qscheme="asymmetric"),
     "uint8": spec_of("uint8"),
@@ -35,7 +37,7 @@ PACKED = {
 def llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
     )  # fmt: skip
     return transformers, config, torch.arange(10)[None]
@@ -77,6 +79,30 @@ def test_packed_checkpoints_are_as_small_as_they_should_be(llama, tmp_path):
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == "pack-quantized"
     assert config["ignore"] == []
+
+
+def test_checkpoints_of_several_schemes_say_how_they_load(llama, tmp_path, caplog):
+    """One scheme is nothing to speak of; of two, transformers decompresses by one."""
+    pytest.importorskip("compressed_tensors")
+    transformers, config, tokens = llama
+    export_compressed_tensors(_prepared_llama(llama, PACKED["int6 groups, some as wide as a layer"]), tmp_path / "one")
+    assert not caplog.records
+    two, one = (
+        ModuleQuantizerConfig(op_state_spec={"weight": PACKED[name]}, op_input_spec=None, op_output_spec=None)
+        for name in ("int8", "int4 groups")
+    )
+    both = QuantizerConfig(global_config=None, module_type_configs={nn.Linear: one}, execution_mode="eager")
+    both.set_module_name("lm_head", two)
+    torch.manual_seed(0)
+    ready = Quantizer(transformers.LlamaForCausalLM(config).eval(), both).prepare((tokens,))
+    folder = export_compressed_tensors(ready, tmp_path / "two")
+    assert "2 schemes" in caplog.text
+    state = read_compressed_tensors(folder)
+    assert torch.equal(state["lm_head.weight"], ready.lm_head.weight)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.utils.quantization_config.CompressedTensorsConfig(run_compressed=True)
+    )
+    assert torch.equal(loaded.eval()(tokens).logits, ready(tokens).logits)
 
 
 REFUSED = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,12 @@ from .source import artifact_of_weights, linear_weights
 
 __all__ = ["export_compressed_tensors", "unsupported_weight"]
 
+_logger = logging.getLogger(__name__)
+
 _FP4 = "float4_e2m1fn_x2"
+
+_Scheme: TypeAlias = tuple[dict[str, Any], str, list[str]]
+"""The scheme of some layers, the name of their format, and their paths."""
 
 
 def export_compressed_tensors(
@@ -60,7 +66,7 @@ def export_compressed_tensors(
         )
     linear = linear_weights(model)
     tensors: dict[str, torch.Tensor] = {}
-    schemes: dict[str, tuple[dict[str, Any], str, list[str]]] = {}
+    schemes: dict[str, _Scheme] = {}
     refused: list[str] = []
     for name in artifact:
         tensor = artifact[name]
@@ -73,10 +79,17 @@ def export_compressed_tensors(
         scheme, form, parts = _entry(tensor)
         path = name.removesuffix(".weight") if "." in name else ""
         tensors |= {f"{path}.{part}" if path else part: value for part, value in parts.items()}
-        schemes.setdefault(json.dumps(scheme, sort_keys=True) + form, (scheme, form, []))[2].append(path)
+        schemes.setdefault(_key(scheme, form), (scheme, form, []))[2].append(path)
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"compressed-tensors cannot hold these weights (allow_dense=True keeps them dense):\n{listed}")
+    _join_groups(schemes, tensors)
+    if len(schemes) > 1:
+        _logger.warning(
+            "The checkpoint has %d schemes. transformers decompresses all layers by one of them when it is told "
+            "run_compressed=False; with run_compressed=True, and in vLLM, each layer has its own.",
+            len(schemes),
+        )
     for alias, name in artifact.aliases.items():
         tensors.update(_aliased(alias, name, tensors))
     folder = Path(directory)
@@ -88,6 +101,28 @@ def export_compressed_tensors(
     described["quantization_config"] = _quantization_config(list(schemes.values()), ignored)
     (folder / "config.json").write_text(json.dumps(described, indent=2))
     return folder
+
+
+def _join_groups(schemes: dict[str, _Scheme], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Count layers that are as wide as one group to the layers of that group size, whose stored form is the same.
+
+    Transformers decompresses all linear layers by one scheme, so blocks of 64 must not become two.
+    """
+    for key, (scheme, form, paths) in list(schemes.items()):
+        if scheme["strategy"] != "channel" or form != "pack-quantized":
+            continue
+        for path in list(paths):
+            columns = int(tensors[f"{path}.weight_shape" if path else "weight_shape"][1])
+            grouped = schemes.get(_key(scheme | {"strategy": "group", "group_size": columns}, form))
+            if grouped is not None:
+                grouped[2].append(path)
+                paths.remove(path)
+        if not paths:
+            del schemes[key]
+
+
+def _key(scheme: Mapping[str, Any], form: str) -> str:
+    return json.dumps(scheme, sort_keys=True) + form
 
 
 def unsupported_weight(tensor: CompressedTensor[Any], linear: bool) -> str | None:
@@ -138,6 +173,8 @@ def _entry(tensor: QuantizedTensor) -> tuple[dict[str, Any], str, dict[str, torc
 
 def _strategy(tensor: QuantizedTensor) -> dict[str, Any]:
     rows, columns = tensor.layout.block_size
+    if tensor.layout.format == _FP4:
+        return {"strategy": "group", "group_size": columns}
     if (rows, columns) == tensor.shape and tensor.shape[0] != 1:
         return {"strategy": "tensor"}
     if columns == tensor.shape[1]:
@@ -194,7 +231,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def _quantization_config(schemes: list[tuple[dict[str, Any], str, list[str]]], ignored: list[str]) -> dict[str, Any]:
+def _quantization_config(schemes: list[_Scheme], ignored: list[str]) -> dict[str, Any]:
     forms = {form for _, form, _ in schemes}
     return {
         "quant_method": "compressed-tensors",
