@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from _measure import machine
-from _qat_tasks import CNN, CharTransformer, character_batches, digits_data, evaluate, train
+from _pretraining import RECIPES, pretrain
+from _qat_tasks import CNN, CharTransformer, character_batches, digits_data, evaluate
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
@@ -44,11 +45,11 @@ def float_model(task: str, seed: int, job: dict[str, Any], folder: Path | None) 
     """Train the float network, or read it from a folder of those that were trained."""
     torch.manual_seed(seed)
     model = MODELS[task]()
-    file = None if folder is None else folder / f"{task}-{STEPS[task]}-{seed}.pt"
+    file = None if folder is None else folder / f"{task}-{RECIPES[task]}-{STEPS[task]}-{seed}.pt"
     if file is not None and file.exists():
         model.load_state_dict(torch.load(file, weights_only=True))
         return model.eval()
-    train(model, job["batches"], [{"params": model.parameters(), "lr": RATE[task]}])
+    pretrain(task, model, job["batches"], RATE[task])
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), file)
@@ -112,8 +113,9 @@ def claims_of(
 def read(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """All results in the file, and those of one task; rows of another training would not compare."""
     results = json.loads(path.read_text())["results"] if path.exists() else {}
-    if results.get(task, {}).get("steps") != STEPS[task]:
-        results[task] = {"steps": STEPS[task], "tuning_steps": TUNING, "by_seed": {}}
+    training = {"training": RECIPES[task], "steps": STEPS[task]}
+    if not training.items() <= results.get(task, {}).items():
+        results[task] = training | {"tuning_steps": TUNING, "by_seed": {}}
     return results, results[task]
 
 

@@ -3,9 +3,10 @@
     python benchmarks/palettization_accuracy.py [--tasks digits] [--seeds 0 1] [--rows NAME ...] [--floats FOLDER]
 
 A CNN on handwritten digits and a character transformer on the source of Python's standard library, both trained to
-the end. Every row starts from the same float weights; trained rows see the same batches. Loss and accuracy are
-measured on data held out from training and calibration. Rows are kept by seed, with their means, in
-benchmarks/results/palettization_accuracy.json; those that are there are not run again without --again.
+the end, the transformer as GPTs are (``_pretraining.py``). Every row starts from the same float weights; trained rows
+see the same batches. Loss and accuracy are measured on data held out from training and calibration. Rows are kept by
+seed, with their means, in benchmarks/results/palettization_accuracy.json; those that are there are not run again
+without --again.
 """
 
 from __future__ import annotations
