@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from bitwright.errors import BitwrightError
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import QuantizationSpec
 from tests.measures import sqnr
@@ -111,3 +112,16 @@ def test_writers_take_finalized_models_too(kind, backend, tmp_path):
     path = target.write(final, (x,), tmp_path / f"m{target.suffix}", {}, None)
     if target.run is not None:
         assert sqnr(expected, target.run(path, [x])[0]) > 60
+
+
+@pytest.mark.parametrize("name", ["onnx", "executorch", pytest.param("coreml", marks=pytest.mark.slow)])
+def test_models_finalized_for_core_ai_are_not_written_for_others(name, tmp_path):
+    """The message says why, and which model to take."""
+    pytest.importorskip("coreai_torch")
+    target = TARGETS[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    compressor, _, x = _compressor("quantizer")
+    final = compressor.finalize(backend="coreai")
+    with pytest.raises(BitwrightError, match=r"finalized for Core AI.*finalize\(copy\.deepcopy\(prepared\)"):
+        target.write(final, (x,), tmp_path / f"model{target.suffix}", {}, None)

@@ -25,6 +25,7 @@ __all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_pr
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOST = re.compile(r"target (\S+) references nonexistent attribute")
+_FINALIZED = re.compile(r"\bcoreai(\.|::)\w+")
 _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
@@ -82,6 +83,11 @@ def _remedy(error: Exception) -> str:
     lost = next(filter(None, (_LOST.search(str(part)) for part in _chain(error))), None)
     if lost is not None:
         return _rename(lost[1])
+    if any(_FINALIZED.search(str(part)) for part in _chain(error)):
+        return (
+            "It was finalized for Core AI, whose operators no other target has. Give the exporter the prepared model; "
+            "for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
+        )
     general = (
         "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
         "leave the layers at fault out of the configuration."
