@@ -17,10 +17,14 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Call", "Caller", "DirectlyCalled", "Shortcut", "caller", "pass_last", "pass_through"]
+from bitwright.kernels import Task
+
+__all__ = ["Call", "Caller", "DirectlyCalled", "Shortcut", "TaskOf", "caller", "pass_last", "pass_through"]
 
 # Takes the module, the tensor, and whether nobody needs the tensor afterwards; None where the forward must decide.
 Call = Callable[[Any, torch.Tensor, bool], torch.Tensor | None]
+# Takes the module and the tensor; None where the forward must decide.
+TaskOf = Callable[[Any, torch.Tensor], Task | None]
 # Takes a module and its argument.
 Caller = Callable[[Any, Any], Any]
 
@@ -38,12 +42,14 @@ class Shortcut:
     Attributes:
         call: the short way, None if there is none.
         direct: whether ``ask`` has found that it may also stand for a call of the module.
+        task: says what the short way would do to a tensor, for those who do it for many at once; None if there is none.
     """
 
-    __slots__ = ("call", "direct")
+    __slots__ = ("call", "direct", "task")
 
     def __init__(self) -> None:
         self.call: Call | None = None
+        self.task: TaskOf | None = None
         self.direct = False
 
     def ask(self, module: DirectlyCalled) -> bool:
@@ -89,7 +95,7 @@ class DirectlyCalled(nn.Module):
     def _forget_shortcut(self) -> None:
         shortcut = self.__dict__.get("_shortcut")
         if shortcut is not None:
-            shortcut.call = None
+            shortcut.call = shortcut.task = None
 
     def _go_long_way(self, tensor: torch.Tensor, unneeded: bool) -> torch.Tensor:
         """Map ``tensor`` in any case; ``unneeded`` as for ``Call``."""

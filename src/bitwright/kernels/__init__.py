@@ -15,14 +15,17 @@ from .dispatch import (
 )
 from .grid import Grid, block_counts
 from .learned import learned_gradient
+from .many import Task, fake_quantize_many
 from .saved import saved_as_codes
 
 __all__ = [
     "Grid",
+    "Task",
     "block_counts",
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "fake_quantize_many",
     "form_of",
     "learned_gradient",
     "min_max",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .ownership import is_unshared, references_to
+from .ownership import References, is_unshared, references_to
 
-__all__ = ["straight_through"]
+__all__ = ["masked_gradient", "straight_through"]
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
@@ -30,6 +30,27 @@ def straight_through(x: torch.Tensor, forward: Forward, mask: torch.Tensor, back
     return y
 
 
+def masked_gradient(
+    grad: torch.Tensor, strides: tuple[int, ...], mask: torch.Tensor, pass_on: Backward, references: References
+) -> torch.Tensor:
+    """Return the gradient of a fake quantizer's input, from that of its result.
+
+    Args:
+        grad: gradient of the result.
+        strides: those of the result.
+        mask: what ``forward`` filled.
+        pass_on: see ``backward`` of ``straight_through``.
+        references: what ``references_to`` returned for the gradient; an empty tuple never changes it in place.
+    """
+    copied = grad.stride() != strides or grad.is_neg()
+    if copied:
+        grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+    if torch.is_grad_enabled():
+        # A second derivative is wanted: plain torch, with the mask as numbers 0 and 1.
+        return grad * pass_on(torch.ones_like(grad, requires_grad=False), mask, True)
+    return pass_on(grad, mask, copied or is_unshared(grad, references))
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Forward, mask: torch.Tensor, backward: Backward) -> torch.Tensor:
@@ -46,10 +67,4 @@ class _StraightThrough(torch.autograd.Function):
             return None, None, None, None
         references = references_to(grad)
         (mask,) = ctx.saved_tensors
-        copied = grad.stride() != ctx.strides or grad.is_neg()
-        if copied:
-            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
-        if torch.is_grad_enabled():
-            # A second derivative is wanted: plain torch, with the mask as numbers 0 and 1.
-            return grad * ctx.pass_on(torch.ones_like(grad, requires_grad=False), mask, True), None, None, None
-        return ctx.pass_on(grad, mask, copied or is_unshared(grad, references)), None, None, None
+        return masked_gradient(grad, ctx.strides, mask, ctx.pass_on, references), None, None, None

@@ -7,17 +7,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller
+from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller, pass_through
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
+from .small_weights import SmallWeights, weights_simulated_once
 
 __all__ = ["RESERVED_NAMES", "TracedGraphModule", "as_traced", "uncompiled_copy"]
 
 # Set anew whenever the graph is; what refers to generated code is neither copied nor pickled.
-_REBUILT = ("_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "_tracer_cls")
+_REBUILT = (
+    "_graph",
+    "_code",
+    "_lineno_map",
+    "_prologue_start",
+    "_in_spec",
+    "_out_spec",
+    "_tracer_cls",
+    "_small_weights",
+)
 
 
 # What generated code calls instead of ops: the same ops by torch's own parsers of arguments, which take half the time.
@@ -72,6 +83,7 @@ class TracedGraphModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
+        self.__dict__["_small_weights"] = SmallWeights(weights_simulated_once(self._graph))
         with self._graph.on_generate_code(
             lambda given: lambda body: _with_short_ways(body if given is None else given(body), self)
         ):
@@ -80,6 +92,11 @@ class TracedGraphModule(fx.GraphModule):
     def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any]]:
         """What generated code calls simulators by: for an argument that is needed further, and for another."""
         return caller(), caller(last=True), self._modules
+
+    def _quantized_weights(self, by: Caller) -> dict[str, torch.Tensor]:
+        """Weights quantized before their turn, by their simulators' names; ``by`` is how simulators are called."""
+        small: Any = self._small_weights
+        return small.quantized(self) if by is pass_through else {}
 
     @property
     def code(self) -> Any:
@@ -110,22 +127,32 @@ class TracedGraphModule(fx.GraphModule):
 
 
 # A call of a module in generated code; what follows says that its argument is not used any more.
-_MODULE_CALL = re.compile(r" = self\.(\w+)\((\w+)\)(;  \2 = None$)?", re.MULTILINE)
+_MODULE_CALL = re.compile(r"^(\w+)(.*) = self\.(\w+)\((\w+)\)(;  \4 = None$)?", re.MULTILINE)
 # A read of a tensor in generated code, and the steps to it: ``getattr(getattr(self, "0").block, "1").weight``.
 _READ = re.compile(r"^(\w+) = ((?:getattr\()*self(?:\.\w+|, \"[^\"\\]+\"\))+)$", re.MULTILINE)
 _STEP = re.compile(r', "([^"]+)"\)|\.(\w+)')
+# Fewer weights gain nothing from being quantized together.
+_WORTH_JOINING = 4
 _CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules"
 
 
-def _with_short_ways(body: list[str], module: nn.Module) -> list[str]:
+def _with_short_ways(body: list[str], module: TracedGraphModule) -> list[str]:
     """Return lines of generated code with the calls of ``_CALLED_AS``, short reads, and direct calls of simulators."""
     directly = {name for name, child in module._modules.items() if isinstance(child, DirectlyCalled)}
 
+    weights = weights_simulated_once(module.graph)
+    if len(weights) < _WORTH_JOINING:
+        weights = {}
+
     def direct(call: re.Match[str]) -> str:
-        name, argument, last = call.groups()
+        variable, annotation, name, argument, last = call.groups()
         if name not in directly:
             return call[0]
-        return f' = _bitwright_pass{"_last" if last else ""}(_bitwright_modules["{name}"], {argument}){last or ""}'
+        way = f'_bitwright_pass{"_last" if last else ""}(_bitwright_modules["{name}"], {argument})'
+        if name not in weights:
+            return f"{variable}{annotation} = {way}{last or ''}"
+        rest = f"\n{argument} = None" if last else ""
+        return f'{variable} = _bitwright_weights.pop("{name}", None)\nif {variable} is None: {variable} = {way}{rest}'
 
     changed = []
     for line in body:
@@ -133,7 +160,12 @@ def _with_short_ways(body: list[str], module: nn.Module) -> list[str]:
         called = line[start : line.find("(", start) + 1] if start >= 0 else ""
         changed.append(line.replace(called, _CALLED_AS[called], 1) if called in _CALLED_AS else line)
     text = _READ.sub(lambda read: _short_read(read, module), "".join(changed))
-    return [f"{_CALLERS} = self._callers()\n", _MODULE_CALL.sub(direct, text)] if directly else [text]
+    if not directly:
+        return [text]
+    before = [f"{_CALLERS} = self._callers()\n"]
+    if weights:
+        before.append("_bitwright_weights = self._quantized_weights(_bitwright_pass)\n")
+    return [*before, _MODULE_CALL.sub(direct, text)]
 
 
 def _short_read(read: re.Match[str], module: nn.Module) -> str:
@@ -176,7 +208,9 @@ def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule
 
 
 #: Names under which a graph module has attributes of its own, so that a graph cannot read a model's state there.
-RESERVED_NAMES = (set(dir(TracedGraphModule)) - set(dir(nn.Module)) - {"code"}) | {"meta", "_graph", "_code"}
+RESERVED_NAMES = (
+    (set(dir(TracedGraphModule)) - set(dir(nn.Module)) - {"code"}) | {"meta", "_graph", "_code"} | {"_small_weights"}
+)
 
 
 def _generate_first(self: TracedGraphModule, *args: Any, **kwargs: Any) -> Any:

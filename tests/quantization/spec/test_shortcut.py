@@ -233,3 +233,65 @@ def test_a_gradient_is_wanted_again() -> None:
     y = mine(weight)
     assert y.requires_grad
     assert torch.equal(y, kept)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("observing", [True, False])
+@pytest.mark.parametrize("spec", [{"qscheme": "asymmetric"}, {"dtype": "float8_e4m3fn"}])
+def test_weights_in_training(change: str, observing: bool, spec: dict[str, Any]) -> None:
+    """A small weight that moves, after any change: outputs, gradients and state are those of the reference."""
+    if spec.get("dtype") and change in ("grid", "formulation"):
+        pytest.skip("of integers")
+    results = []
+    for form in ("auto", "reference"):
+        before = set_form(form)
+        try:
+            torch.manual_seed(0)
+            mine = simulator("WEIGHT", granularity=PerChannelGranularity(axis=0), **spec)
+            weight, found = nn.Parameter(torch.randn(4, 8)), []
+
+            def step(
+                mine: Any = mine, weight: nn.Parameter = weight, found: list[torch.Tensor] = found
+            ) -> torch.Tensor:
+                weight.grad = None
+                y: torch.Tensor = mine(weight)
+                (y * torch.arange(32.0).view(4, 8)).sum().backward()
+                found += [y.detach().clone(), weight.grad.clone()]
+                with torch.no_grad():
+                    weight.add_(torch.randn(4, 8))
+                return y
+
+            step()
+            mine.enable_observer(observing)
+            step()
+            assert (mine._shortcut.task is not None) == (form == "auto")
+            y = step()
+            CHANGES[change](mine)
+            for _ in range(2):
+                step()
+            with torch.no_grad():
+                found.append(mine(weight).clone())
+            results.append([*found, *mine.state_dict().values()])
+            assert torch.equal(y.detach(), found[4])
+        finally:
+            set_form(before)
+    for fast, slow in zip(*results, strict=True):
+        assert torch.equal(fast, slow)
+
+
+def test_weights_take_turns_with_evaluation() -> None:
+    """Evaluation keeps a quantized weight; training between takes its short way again, and copies have none."""
+    mine, weight = simulator("WEIGHT"), nn.Parameter(torch.randn(4, 8))
+    for _ in range(3):
+        mine.train()
+        for _ in range(2):
+            y = mine(weight)
+            assert y.requires_grad
+        mine.eval()
+        with torch.no_grad():
+            kept = [mine(weight) for _ in range(3)]
+        assert kept[1] is kept[2]
+        assert torch.equal(kept[2], y)
+        with torch.no_grad():
+            weight.add_(1.0)
+    assert copy.deepcopy(mine)._shortcut.task is None

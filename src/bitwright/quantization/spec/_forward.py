@@ -25,7 +25,7 @@ from ._one_pass import (
 )
 from ._recall import Recall, will_be_repeated
 from ._sharded import is_sharded, on_whole
-from ._shortcut import observing, quantizing, remembering
+from ._shortcut import following, observing, quantizing, remembering
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
 from .errors import _BlockSizeMismatchError
@@ -228,6 +228,7 @@ class FakeQuantizeForward(SwitchedModule):
         settled = static or not self._observer_on
         if settled and self.keep_frozen_weight and not self.training and not _needs_grad(weight):
             return self._kept(weight, calculator, known, y)
+        self._shorten(following, weight, calculator)
         return self._fake_quantize(weight, *qparams) if y is None else y
 
     def _observe_weight(

@@ -15,14 +15,16 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bitwright._utils.direct_calls import Call
+from bitwright.kernels import Task
 from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, undisturbed
+from bitwright.kernels.many import LARGEST
 
-from ._one_pass import tracks_in_place
+from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
 from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory, watch
 from .granularity import PerTensorGranularity
 
-__all__ = ["observing", "quantizing", "remembering"]
+__all__ = ["following", "observing", "quantizing", "remembering"]
 
 QParams = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -236,3 +238,65 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
         return kept
 
     return call
+
+
+def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | None:
+    """Make the shortcut for a small weight that is observed, if at all, and quantized at every call.
+
+    Takes the arguments of ``quantizing``. ``simulator._shortcut.task`` then says what the shortcut does.
+    """
+    switches = _switches(simulator)
+    if switches is None or weight.numel() > LARGEST or _is_repeated(simulator):
+        return None
+    observes = simulator._observer_on and not calculator.is_frozen
+    if not simulator._fake_quant_on or (
+        observes and not (is_plainly_static(calculator) and measures_both_ends(calculator))
+    ):
+        return None
+    observer, fake_quant, off = switches
+    version = simulator._seen_version
+    buffers, modules, settings = calculator._buffers, calculator._modules, calculator.__dict__
+    scale, point, origin = made = buffers["scale"], buffers["zero_point"], buffers["minval"]
+    block_size, shape = simulator._block_size(weight.shape), weight.shape
+    if any(t is not None and t.is_inference() for t in made) or (observes and simulator._layout.counts != scale.shape):
+        return None
+    scheme = calculator.qscheme.value if observes else None
+    task = Task(made, block_size, simulator._current_grid(), scheme, calculator.scale_dtype if observes else None)
+    initialized, exporting, fixed, named, scale_dtype = (settings[name] for name in _TRACKED)
+    ranges = modules["range_calculator"]
+
+    def what(simulator: Any, weight: torch.Tensor) -> Task | None:
+        own = simulator.__dict__
+        switch = own["_buffers"]
+        if (
+            type(weight) is not torch.nn.Parameter
+            or weight.shape != shape
+            or switch["observer_enabled"] is not observer
+            or switch["fake_quant_enabled"] is not fake_quant
+            or switch["_disabled"] is not off
+            or observer._version + fake_quant._version + off._version != version
+            or buffers["scale"] is not scale
+            or buffers["zero_point"] is not point
+            or buffers["minval"] is not origin
+            or settings["_initialized"] is not initialized
+            or settings["_export_mode"] is not exporting
+            or settings["float_range"] is not fixed
+            or settings["qscheme"] is not named
+            or settings["scale_dtype"] is not scale_dtype
+            or modules["range_calculator"] is not ranges
+            or not (own["training"] or (weight.requires_grad and _grad_enabled()))
+        ):
+            return None
+        return task
+
+    def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
+        task = what(simulator, weight)
+        return None if task is None or not undisturbed() or _is_repeated(simulator) else task.run_small(weight)
+
+    simulator._shortcut.task = what
+    return call
+
+
+def _is_repeated(simulator: Any) -> bool:
+    """Whether this call is one of gradient checkpointing, whose two passes must save the same tensors."""
+    return _backward_task() != -1 or will_be_repeated(simulator.training, False)

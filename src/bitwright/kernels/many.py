@@ -1,0 +1,160 @@
+"""Fake quantization of many small tensors by one call of machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from . import dispatch, reference
+from .grid import Grid
+from .saved import mark, marking
+
+__all__ = ["LARGEST", "LARGEST_OF_MANY", "Task", "fake_quantize_many", "quantized_small"]
+
+Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+# Larger tensors are left to the kernels for one tensor: a copy, for the node in the graph, would take what is saved.
+# Above the second number of elements company brings no gain: until a tensor is used it has left the cache.
+LARGEST = 1 << 16
+LARGEST_OF_MANY = 1 << 14
+
+_STRIDED = torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_grad_enabled = torch.is_grad_enabled
+
+
+class Task:
+    """How one of the tensors of ``fake_quantize_many`` is quantized; keep it for the next call, it prepares itself.
+
+    Args:
+        made: scale, zero point and minval as ``fake_quantize`` takes them.
+        block_size: shape of one block; divides the shape of the tensor.
+        grid: the codes.
+        scheme: see ``choose_qparams``. The range of every block is found and its parameters are written to ``made``,
+            in place: float32, int32, float32, one entry per block. None takes them as they are.
+        scale_dtype: see ``choose_qparams``.
+
+    Raises:
+        ValueError: a scheme that the format does not take.
+    """
+
+    __slots__ = ("_call", "_key", "block_size", "grid", "made", "scale_dtype", "scheme")
+
+    def __init__(
+        self,
+        made: Parameters,
+        block_size: tuple[int, ...],
+        grid: Grid,
+        scheme: str | None = None,
+        scale_dtype: torch.dtype | None = None,
+    ) -> None:
+        if scheme is not None:
+            reference.check_scheme(grid, scheme, scale_dtype)
+        self.made, self.block_size, self.grid = made, block_size, grid
+        self.scheme, self.scale_dtype = scheme, scale_dtype
+        self._key: tuple[Any, ...] | None = None
+        self._call: Any = None
+
+    def run_small(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Fake-quantize one tensor by a prepared call; None if there is none for such tensors.
+
+        No mode or transform of torch is in force (``dispatch.undisturbed``).
+        """
+        call = self._prepared(x)
+        if call is None:
+            return None
+        y: torch.Tensor = call.run(x)
+        return self._marked(y) if marking(y) else y
+
+    def _prepared(self, x: torch.Tensor) -> Any:
+        """The prepared call for a small plain tensor on the CPU; None for any other."""
+        if type(x) not in _PLAIN or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
+            return None
+        scale, zero_point, minval = self.made
+        key = (
+            x.dtype,
+            x.shape,
+            x.stride(),
+            scale.data_ptr(),
+            None if zero_point is None else zero_point.data_ptr(),
+            None if minval is None else minval.data_ptr(),
+        )
+        if key != self._key:
+            self._call, self._key = self._prepare(x), key
+        return self._call
+
+    def _prepare(self, x: torch.Tensor) -> Any:
+        zero_point = self.made[1]
+        if dispatch.form_of(x) is reference or (zero_point is not None and zero_point.is_floating_point()):
+            return None
+        from .cpu import many
+
+        observed = self.scheme is not None
+        if not many.suits(x, self.made, observed) or not _has_no_holes(x):
+            return None
+        return many.SmallCall(x, self.made, self.block_size, self.grid, self.scheme, self.scale_dtype)
+
+    def _run_alone(self, x: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"block_size": self.block_size, "grid": self.grid}
+        if self.scheme is None:
+            return dispatch.fake_quantize(x, *self.made, **options)
+        y, *made = dispatch.observe_and_fake_quantize(x, scheme=self.scheme, scale_dtype=self.scale_dtype, **options)
+        for kept, new in zip(self.made, made, strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new.view(kept.shape))
+        return y
+
+    def _marked(self, y: torch.Tensor) -> torch.Tensor:
+        """The result, with a note for ``saved_as_codes``."""
+        if y.requires_grad:
+            block_size = tuple(y.shape) if self.made[0].numel() == 1 else self.block_size
+            mark(y, self.made, block_size, self.grid, dispatch.form_of(y))
+        return y
+
+
+def _has_no_holes(x: torch.Tensor) -> bool:
+    return x.is_contiguous() or torch.empty_like(x).stride() == x.stride()
+
+
+def fake_quantize_many(tensors: Sequence[torch.Tensor], tasks: Sequence[Task]) -> list[torch.Tensor]:
+    """Fake-quantize tensors; small ones on the CPU by one call of machine code, which shares them among the threads.
+
+    Args:
+        tensors: floating point, of any shapes.
+        tasks: how each is quantized. No two write to the same parameters.
+
+    Returns:
+        Tensors of the shapes and dtypes of ``tensors``, with straight-through gradients. Those of small tensors come
+        together, when all of them are there that a backward pass brings.
+
+    Raises:
+        ValueError: as ``fake_quantize`` and ``observe_and_fake_quantize``, or the lists are not of one length.
+    """
+    if len(tensors) != len(tasks):
+        raise ValueError(f"Every tensor needs a task, got {len(tensors)} tensors and {len(tasks)} tasks.")
+    results = quantized_small(tensors, tasks) if not is_compiling() else [None] * len(tensors)
+    return [task._run_alone(x) if y is None else y for x, y, task in zip(tensors, results, tasks, strict=True)]
+
+
+def quantized_small(tensors: Sequence[torch.Tensor], tasks: Sequence[Task]) -> list[torch.Tensor | None]:
+    """``fake_quantize_many`` for those tensors for which a call can be prepared; None for any other."""
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    if not dispatch.undisturbed():
+        return results
+    groups: dict[bool, list[tuple[int, torch.Tensor, Any]]] = {False: [], True: []}
+    recording = _grad_enabled()
+    for place, (x, task) in enumerate(zip(tensors, tasks, strict=True)):
+        call = task._prepared(x) if x.numel() <= LARGEST_OF_MANY else None
+        if call is not None:
+            groups[recording and x.requires_grad].append((place, x, call))
+    for gradient, group in groups.items():
+        if group:
+            from .cpu.many import run_many
+
+            places, small, calls = zip(*group, strict=True)
+            for place, y in zip(places, run_many(small, calls, gradient), strict=True):
+                results[place] = tasks[place]._marked(y) if marking(y) else y
+    return results
