@@ -127,6 +127,7 @@ CLAIMS = {
         for size, widths in ((16, (2, 3, 4)), (4, (2, 3)))
         for bits in widths
     },
+    "palettes of single channels beat one palette at 2 bit": ("2 bit, per channel", "2 bit"),
     "batch norms anew help at 2 bit": ("2 bit, batch norms anew", "2 bit"),
     **{
         f"groups of {size} channels beat one palette at 2 bit, batch norms anew": (
