@@ -103,18 +103,19 @@ def build(
     """
     model, x, y = problem(name, small)
     scope: Callable[[], Any] = contextlib.nullcontext
+    training = contextlib.ExitStack()
     if package != "float":
         quantization = importlib.import_module(f"{package}.quantization")
         quantizer = quantization.Quantizer(model, quantization.QuantizerConfig(execution_mode=mode))
         model = quantizer.prepare((x,))
         with quantizer.calibration_mode(), torch.no_grad():
             model(x)
-        quantizer.training_mode().__enter__()
+        training.enter_context(quantizer.training_mode())
     if saved:
         scope = importlib.import_module("bitwright.kernels").saved_as_codes
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step() -> None:
+    def step(_: contextlib.ExitStack = training) -> None:  # which ends when nobody holds it
         optimizer.zero_grad()
         with scope():
             loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())

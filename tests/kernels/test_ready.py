@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.kernels import Grid, reference
-from bitwright.kernels.dispatch import ready_call, take_snapshot
+from bitwright.kernels.dispatch import fake_quantize, ready_call, take_snapshot
 
 from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
@@ -109,8 +113,38 @@ def test_prepared_large_tensors(threads: int, block: tuple[int, int], formulatio
     assert_same(leaf.grad, expected.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [(300, 500), (1, 500), (1, 20)])
+@pytest.mark.parametrize("average", [None, 0.01])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prepared_observation_of_large_tensors(
+    threads: int, average: float | None, block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Range, parameters and results over several tensors are the reference's, also of many blocks."""
+    torch.manual_seed(1)
+    grid = Grid(torch.int8, -128, 127, formulation="zp")
+    tensors = [(torch.randn(300, 500) * scale).to(dtype) for scale in (1, 3, 2)]
+    low, high = reference.min_max(tensors[0], block)
+    made = reference.choose_qparams(low, high, grid=grid, scheme="asymmetric", scale_dtype=None)
+    states = [[None if t is None else t.clone() for t in (low, high, *made)] for _ in range(2)]
+    options = {"block_size": block, "grid": grid, "scheme": "asymmetric", "averaging_constant": average}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        mine = states[1]
+        call = ready_call(tensors[0], tuple(mine[2:]), running=(mine[0], mine[1]), **options)
+        for number, x in enumerate(tensors):
+            restart = number == 0
+            expected = reference.observe_running_and_fake_quantize(x, *states[0], restart=restart, **options)
+            assert_same(call.observe_and_run(x, restart), expected)
+            for known, found in zip(*states, strict=True):
+                assert_same(found, known)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_tensors_that_are_not_prepared() -> None:
-    """Empty, strided and meta tensors, large ones to observe, and parameters of other dtypes take the general way."""
+    """Empty, strided and meta tensors, many blocks to observe, and parameters of other dtypes take the general way."""
     x = torch.randn(8, 16)
     made = reference.choose_qparams(
         *reference.min_max(x, (8, 16)), grid=(grid := _grid()), scheme="symmetric", scale_dtype=None
@@ -120,8 +154,9 @@ def test_tensors_that_are_not_prepared() -> None:
     assert ready_call(x.T, made, block_size=(16, 8), grid=grid) is None
     assert ready_call(torch.empty(0, 16), made, **options) is None
     assert ready_call(x.to("meta"), made, **options) is None
-    large, running = torch.randn(1 << 9, 1 << 9), (torch.zeros(1, 1), torch.zeros(1, 1))
-    assert ready_call(large, made, block_size=(1 << 9, 1 << 9), grid=grid, running=running) is None
+    many = reference.choose_qparams(*reference.min_max(x, (1, 1)), grid=grid, scheme="symmetric", scale_dtype=None)
+    running = torch.zeros(8, 16), torch.zeros(8, 16)
+    assert ready_call(x, many, block_size=(1, 1), grid=grid, running=running) is None
     assert ready_call(x, (made[0].double(), *made[1:]), **options) is None
     assert ready_call(x, (made[0], made[1].float(), made[2]), **options) is None
 
@@ -162,6 +197,77 @@ def test_memory_of_large_results_is_used_again() -> None:
     for rows in range(4, 16):
         memory.empty_like(torch.empty(rows, 1 << 20))
     assert memory.idle_bytes() <= 256 << 20
+
+
+SOURCES: dict[str, Callable[[torch.Tensor], object]] = {
+    "tensor": lambda x: x,
+    "view": lambda x: x.view(-1)[5:],
+    "array": lambda x: x.detach().numpy(),
+    "memory": torch.Tensor.untyped_storage,
+    "graph": torch.sin,
+}
+
+
+@pytest.mark.parametrize("holder", SOURCES)
+def test_memory_of_sources_is_taken_when_they_have_died(holder: str) -> None:
+    """A later result of the same size takes it, and no other; nobody may hold anything that lies there."""
+    memory.forget_sources()
+    leaf = torch.randn(1 << 10, 1 << 9, requires_grad=True)
+    source = leaf * 2
+    at = source.data_ptr()
+    first = memory.result_from(source)
+    assert memory.result_from(leaf * 3).data_ptr() != at  # the source still lives
+    held = SOURCES[holder](source)
+    del source
+    assert memory.result_from(leaf * 3).data_ptr() != at
+    del held
+    assert memory.result_from(leaf[:-1] * 3).data_ptr() != at
+    second = memory.result_from(leaf)
+    assert second.data_ptr() == at != first.data_ptr()
+    assert (second.shape, second.stride(), second.dtype) == (leaf.shape, leaf.stride(), leaf.dtype)
+    assert memory.result_from(leaf).data_ptr() != at
+
+
+@pytest.mark.parametrize("name", ["leaf", "saved", "part", "shared", "array"])
+def test_memory_of_other_tensors_is_not_held(name: str) -> None:
+    """Leaves belong to the user; what an operation has saved lives until the backward pass."""
+    memory.forget_sources()
+    leaf = torch.randn(1 << 18, requires_grad=True)
+    sources: dict[str, Callable[[], torch.Tensor]] = {
+        "leaf": lambda: torch.randn(1 << 18, requires_grad=True),
+        "saved": leaf.exp,
+        "part": lambda: (torch.cat([leaf, leaf]) * 2)[: 1 << 18],
+        "shared": lambda: (leaf * 2).share_memory_(),
+        "array": lambda: torch.from_numpy(np.ones(1 << 18, dtype=np.float32)).requires_grad_(),
+    }
+    source = sources[name]()
+    kept = weakref.ref(source.untyped_storage())
+    memory.result_from(source)
+    del source
+    assert kept() is None
+
+
+def test_sources_are_forgotten_in_the_backward_pass_and_bounded() -> None:
+    """Their memory is held for a few results, and no longer than until gradients are computed."""
+    memory.forget_sources()
+    leaf = torch.randn(1 << 18, requires_grad=True)
+
+    def watched() -> weakref.ref[Any]:
+        source = leaf * 2
+        memory.result_from(source)
+        return weakref.ref(source.untyped_storage())
+
+    first = watched()
+    assert first() is not None
+    for other in [leaf * 2 for _ in range(20)]:
+        memory.result_from(other)
+    assert first() is None
+    last = watched()
+    assert last() is not None
+    made = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1)
+    grid = Grid(torch.int8, -128, 127, formulation="zp")
+    fake_quantize(leaf.view(1, -1), *made, block_size=(1, leaf.numel()), grid=grid).sum().backward()
+    assert last() is None
 
 
 def test_small_pieces_share_blocks_and_never_memory() -> None:

@@ -174,7 +174,6 @@ def pass_last(module: Any, x: Any) -> Any:
         and _grad_enabled()
         and getrefcount(x) == _ALONE
         and x._use_count() == 1  # type: ignore[attr-defined]
-        and not x._is_view()
     )
     y = None if shortcut.call is None else shortcut.call(module, x, unneeded)
     return module._go_long_way(x, unneeded) if y is None else y

@@ -18,7 +18,6 @@ from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
-from .layout import SMALL
 from .saved import mark, marking
 
 __all__ = [
@@ -136,8 +135,7 @@ def ready_call(
         made: scale, zero point and minval as an observer keeps them.
         **options: the further arguments of ``kernels.cpu.ready.ReadyCall``.
     """
-    too_large_to_observe = options.get("running") is not None and x.numel() >= SMALL
-    if too_large_to_observe or not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
+    if not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
         return None
     from .cpu import ready
 

@@ -10,12 +10,13 @@ that is called as the one that asks.
 from __future__ import annotations
 
 import functools
-import sys
-from typing import Any
+from collections.abc import Sequence
+from sys import getrefcount
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["References", "is_unshared", "owns_memory", "references_to"]
+__all__ = ["References", "is_forgotten", "is_unshared", "owns_memory", "references_to"]
 
 References = tuple[int, ...]
 
@@ -27,9 +28,9 @@ def references_to(gradient: torch.Tensor) -> References:
     if not _COUNTED or type(gradient) is not torch.Tensor:
         return ()
     storage = gradient.untyped_storage()
-    own = sys.getrefcount(gradient), gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    own = getrefcount(gradient), gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     base = gradient._base
-    return own if base is None else (*own, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    return own if base is None else (*own, getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
 
 def is_unshared(gradient: torch.Tensor, references: References) -> bool:
@@ -45,18 +46,71 @@ def is_unshared(gradient: torch.Tensor, references: References) -> bool:
 
 
 def owns_memory(x: torch.Tensor) -> bool:
-    """Return whether no other tensor, such as one saved for the backward pass, lies in the memory of ``x``."""
+    """Return whether no other tensor, such as one saved for the backward pass, lies in the memory of ``x``.
+
+    A view of which ``x`` is the whole, and whose base nobody else holds, is no other tensor: such is what a linear
+    layer returns for more than two dimensions.
+    """
+    alone = _counts_of_own_memory()
+    if x._base is None:
+        if _references_to_memory(x) != alone.plain:
+            return False
+    elif _references_to_memory(x) != alone.view or x.untyped_storage().nbytes() != x.numel() * x.element_size():
+        return False
+    return x.untyped_storage().resizable()
+
+
+def is_forgotten(held: Sequence[torch.UntypedStorage], place: int) -> bool:
+    """Return whether memory, of which nobody but ``held`` should know, is used no more.
+
+    Args:
+        held: the memory of tensors.
+        place: which of them is asked about.
+    """
+    return _references_in(held, place) == _counts_of_own_memory().forgotten
+
+
+class _Counts(NamedTuple):
+    """References where nobody else has any; empty where they say nothing."""
+
+    plain: References
+    view: References
+    forgotten: References
+
+
+def _references_to_memory(x: torch.Tensor) -> References:
+    """The references to the memory of a tensor, and to the base of a view."""
+    if not _COUNTED:
+        return (0,)
     storage = x.untyped_storage()
-    return _COUNTED and torch._C._storage_Use_Count(storage._cdata) == _count_of_own_memory() and storage.resizable()
+    own = torch._C._storage_Use_Count(storage._cdata), getrefcount(storage)
+    base: Any = x._base
+    return own if base is None else (*own, getrefcount(base), base._use_count())
+
+
+def _references_in(held: Sequence[torch.UntypedStorage], place: int) -> References:
+    return torch._C._storage_Use_Count(held[place]._cdata), getrefcount(held[place])
 
 
 @functools.cache
-def _count_of_own_memory() -> int:
-    """The references to memory in which one tensor lies; 0 if they say nothing."""
-    x = torch.zeros(1, requires_grad=True)
+def _counts_of_own_memory() -> _Counts:
+    if not _COUNTED:
+        return _Counts((), (), ())
+    x = torch.zeros(2, requires_grad=True)
     with torch.enable_grad(), torch.inference_mode(False):
-        counts = [torch._C._storage_Use_Count(y.untyped_storage()._cdata) for y in (torch.neg(x), torch.relu(x))]
-    return counts[0] if counts[0] < counts[1] else 0
+        plain, saved = _references_to_memory(torch.neg(x)), _references_to_memory(torch.relu(x))
+        view, of_saved = _references_to_memory(torch.neg(x).view(2, 1)), _references_to_memory(torch.relu(x).view(2, 1))
+        base = torch.neg(x)
+        of_held = _references_to_memory(base.view(2, 1))
+        held = [base.untyped_storage()]
+        used = _references_in(held, 0)
+        del base
+        forgotten = _references_in(held, 0)
+    return _Counts(
+        () if plain == saved else plain,
+        () if view in (of_saved, of_held) else view,
+        () if used == forgotten else forgotten,
+    )
 
 
 class _Probe(torch.autograd.Function):

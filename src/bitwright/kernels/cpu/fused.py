@@ -22,7 +22,7 @@ from bitwright.kernels.straight_through import straight_through
 from .choosing import FEW, choose_part, finish, observe_rows
 from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
-from .memory import empty_like, lasting_bytes
+from .memory import empty_like, forget_sources, lasting_bytes, result_from
 from .native import DTYPES, NativeGrid, native_grid, scheme_code
 from .ranges import HIGHEST, LOWEST, accumulate, extremes
 from .relu import keep_signs
@@ -33,6 +33,7 @@ __all__ = [
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "find_parameters",
     "min_max",
     "observe_and_fake_quantize",
     "quantize",
@@ -121,6 +122,8 @@ def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layou
     """
     words = layout.words
     threads = threads_for(layout.numel)
+    if layout.numel >= SMALL:
+        forget_sources()
     if not in_place and all_set(mask.data_ptr(), words):
         return gradient
     out = gradient if in_place else empty_like(gradient)
@@ -154,7 +157,7 @@ def fake_quantize(
     given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = empty_like(flat)
+        y = empty_like(flat) if mask is None else result_from(flat)
         _map(FAKE, flat, y, mask, given)
         return y
 
@@ -233,7 +236,7 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     return low.to(x.dtype), high.to(x.dtype)
 
 
-def _finish(
+def find_parameters(
     x: torch.Tensor,
     layout: Layout,
     grid: NativeGrid,
@@ -314,7 +317,7 @@ def observe_and_fake_quantize(
 def _observe(
     x: torch.Tensor, mask: torch.Tensor | None, layout: Layout, grid: NativeGrid, scheme: int, made: Parameters
 ) -> torch.Tensor:
-    y = empty_like(x)
+    y = empty_like(x) if mask is None else result_from(x)
     scale, zero_point, minval = made
     dtype = DTYPES[x.dtype]
     outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
@@ -326,7 +329,7 @@ def _observe(
         )  # fmt: skip
         run_parts(observe_rows, arguments, threads, (x, y, mask, made))
     else:
-        _finish(x, layout, grid, scheme, made)
+        find_parameters(x, layout, grid, scheme, made)
         _map(FAKE, x, y, mask, _used(made, layout, grid))
     return y
 
@@ -366,14 +369,14 @@ def observe_running_and_fake_quantize(
         )  # fmt: skip
     mode = 0 if restart else 2 if averaging_constant is None else 1
     code = scheme_code(grid, scheme, scale_dtype)
-    _finish(flat, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
+    find_parameters(flat, layout, native, code, made, (mode, averaging_constant or 0.0, running_min, running_max))
     # The kernels write behind torch's back; what is cached by version must notice.
     increment_version([t for t in (running_min, running_max, *made) if t is not None])
     if not quantize:
         return x
 
     def forward(mask: torch.Tensor | None) -> torch.Tensor:
-        y = empty_like(flat)
+        y = empty_like(flat) if mask is None else result_from(flat)
         _map(FAKE, flat, y, mask, _used(made, layout, native))
         return y
 

@@ -7,7 +7,8 @@ kept for the next results, unless they turn out to be of other sizes.
 Smaller results gain in another way. In training they come and go, or stay until the backward pass, between the
 tensors of other operations, and leave holes in the allocator's memory that fit none of these later: the memory of a
 step then grows far beyond what is alive. Results, and the masks and codes that wait for the backward pass, therefore
-lie in blocks of their own.
+lie in blocks of their own. And what a result was made from, if it dies soon, leaves no hole: its memory is held for a
+little while, to become that of a later result of the same size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["LARGE", "empty_like", "idle_bytes", "lasting_bytes", "over"]
+from bitwright.kernels.ownership import is_forgotten, owns_memory
+
+__all__ = ["LARGE", "empty_like", "forget_sources", "idle_bytes", "lasting_bytes", "over", "result_from"]
 
 LARGE = 1 << 18
 # A block that none of so many further results had the size of goes back to the system, if not at once.
@@ -40,6 +43,8 @@ _SMALL_UNIT = 1 << 16
 _LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 20, 4 << 20
 _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
+# So many of the tensors that results were made from are watched for their end.
+_WATCHED = 12
 _MADV_HUGEPAGE = 14
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -191,6 +196,58 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None, device: torch.
         storage = torch.frombuffer(_blocks.lend(size), dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype or x.dtype).set_(storage, 0, x.shape, x.stride())
     return torch.empty_like(x, dtype=dtype, device=device)
+
+
+class _Sources(threading.local):
+    """Memory of tensors from which this thread has made results, and which no operation had saved then."""
+
+    def __init__(self) -> None:
+        self._watched: deque[torch.UntypedStorage] = deque()
+        self._bytes = 0
+
+    def watch(self, x: torch.Tensor) -> None:
+        """Hold the memory of a tensor that nothing else lies in."""
+        storage = x.untyped_storage()
+        if storage.nbytes() != x.numel() * x.dtype.itemsize or storage.is_shared():
+            return
+        self._watched.append(storage)
+        self._bytes += storage.nbytes()
+        while len(self._watched) > _WATCHED or self._bytes > _MOST_IDLE:
+            self._bytes -= self._watched.popleft().nbytes()
+
+    def take(self, size: int) -> torch.UntypedStorage | None:
+        """Memory of so many bytes that nobody uses any more; None if there is none."""
+        watched = self._watched
+        for place in range(len(watched)):
+            if watched[place].nbytes() == size and is_forgotten(watched, place):
+                found = watched[place]
+                del watched[place]
+                self._bytes -= size
+                return found
+        return None
+
+    def forget(self) -> None:
+        self._watched.clear()
+        self._bytes = 0
+
+
+_sources = _Sources()
+
+
+def result_from(x: torch.Tensor) -> torch.Tensor:
+    """``empty_like`` for a result that is kept until the backward pass, while ``x`` probably is not."""
+    size = x.numel() * x.dtype.itemsize
+    if not LARGE <= size <= _MOST_IDLE:
+        return empty_like(x)
+    found = _sources.take(size)
+    if x.grad_fn is not None and owns_memory(x):
+        _sources.watch(x)
+    return empty_like(x) if found is None else torch.empty(0, dtype=x.dtype).set_(found, 0, x.shape, x.stride())
+
+
+def forget_sources() -> None:
+    """Hold no memory of this thread's tensors any more: the backward pass has begun, which frees what was saved."""
+    _sources.forget()
 
 
 def over(x: torch.Tensor) -> torch.Tensor:

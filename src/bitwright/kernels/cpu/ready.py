@@ -21,10 +21,10 @@ from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
-from .fused import apply_mask, threads_for
+from .fused import apply_mask, find_parameters, threads_for
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, map_part, map_words
-from .memory import empty_like, lasting_bytes, over
+from .memory import empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, native_grid, scheme_code
 from .ranges import join_parts, keys_of
 from .relu import keep_signs, map_and_sign_part, signs_to_keep
@@ -110,7 +110,7 @@ def suits(
     blocks = made[0].numel()
     return (
         x.numel() > 0
-        and (running is None or (x.numel() < SMALL and blocks <= FEW))
+        and (running is None or x.numel() >= SMALL or blocks <= FEW)
         and all(
             t is None or (t.dtype == dtype and t.numel() == blocks and t.is_cpu and t.is_contiguous())
             for t, dtype in zip((*made, *(running or (None, None))), wanted, strict=True)
@@ -125,11 +125,12 @@ class ReadyCall:
     parameters still lie at the addresses they had, and that no mode or transform of torch is in force.
 
     Args:
-        x: a tensor of that kind; of fewer than ``SMALL`` elements to observe.
+        x: a tensor of that kind.
         made: scale, zero point and minval as an observer keeps them: contiguous, float32, int32, float32.
         block_size: shape of one block.
         grid: the codes.
-        running: smallest and largest element of each block so far, to observe too; at most ``FEW`` blocks.
+        running: smallest and largest element of each block so far, to observe too; at most ``FEW`` blocks
+            in a tensor of fewer than ``SMALL`` elements.
         scheme: see ``reference.choose_qparams``; for ``observe``.
         scale_dtype: likewise.
         averaging_constant: see ``reference.observe_running_and_fake_quantize``.
@@ -147,6 +148,8 @@ class ReadyCall:
         "_holds",
         "_large",
         "_layout",
+        "_range",
+        "_running",
         "block_size",
         "grid",
         "mask_bytes",
@@ -172,16 +175,19 @@ class ReadyCall:
         points, origins = (0, addresses[2]) if native.minval else (addresses[1], 0)
         if not native.integer:
             points = origins = 0
+        code = scheme_code(grid, scheme, scale_dtype)
         job = np.array(
             [
                 DTYPES[x.dtype], layout.words, layout.address, native.address, addresses[0], points, origins,
-                *addresses, layout.blocks, scheme_code(grid, scheme, scale_dtype), 0,
+                *addresses, layout.blocks, code, 0,
                 0 if snapshot is None else snapshot.address,
             ],
             dtype=np.int64,
         )  # fmt: skip
         job[14:15].view(np.float64)[0] = averaging_constant or 0.0
         self._average = 2 if averaging_constant is None else 1
+        self._range = native, code, made
+        self._running = averaging_constant or 0.0, *(running or ())
         self._alive, self._layout = (job, layout, native, made, running, snapshot), layout
         self._holds = _always if snapshot is None else snapshot.holds
         self._arguments = tuple(int(word) for word in (*job[4:7], *job[2:4], job[1]))
@@ -230,10 +236,11 @@ class ReadyCall:
     ) -> torch.Tensor:
         """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, and of the signs."""
         bits = 0 if mask is None else mask.data_ptr()
-        y = over(x) if in_place else empty_like(x) if self._large else torch.empty_like(x)
         if not self._large:
+            y = over(x) if in_place else torch.empty_like(x)
             _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
             return y
+        y = over(x) if in_place else empty_like(x) if mask is None else result_from(x)
         dtype, count = DTYPES[x.dtype], self._layout.numel
         run: Any = map_part
         arguments: tuple[int, ...] = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
@@ -252,10 +259,17 @@ class ReadyCall:
 
         The caller advances the version counters of what is written.
         """
-        _observe_ready(x.data_ptr(), 0 if restart else self._average, self._address)
+        mode = 0 if restart else self._average
+        if self._large:
+            find_parameters(x, self._layout, *self._range, (mode, *self._running))
+        else:
+            _observe_ready(x.data_ptr(), mode, self._address)
 
     def observe_and_run(self, x: torch.Tensor, restart: bool) -> torch.Tensor:
         """``observe``, and then ``run``, in one call."""
+        if self._large:
+            self.observe(x, restart)
+            return self.run_masked(x, None)
         y = torch.empty_like(x)
         _observe_and_map_ready(x.data_ptr(), y.data_ptr(), 0 if restart else self._average, self._address)
         return y
