@@ -1,6 +1,7 @@
 """The eager front end sees what a forward does, and leaves no trace in the model."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -133,3 +134,30 @@ def test_rnn_weights_in_lists_are_seen():
     assert {a.value.state.name for a in lstm.arguments if a.value.state} == {
         "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0",
     }  # fmt: skip
+
+
+def test_every_call_of_a_module_can_be_recorded():
+    """Its ops then read and write the values of each call; the boundaries are as without."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            return self.shared(self.shared(self.first(x)))
+
+    model = Twice()
+    once = trace_eager(model, (torch.randn(2, 4),))
+    every = trace_eager(model, (torch.randn(2, 4),), every_call=True)
+    assert [op.type for op in once.ops] == ["linear", "linear", "relu"]
+    assert [op.type for op in every.ops] == ["linear", "linear", "relu", "linear", "relu"]
+    for before, after in itertools.pairwise(every.ops):
+        assert after.arguments[0].value is before.outputs[0]
+    assert every.outputs == every.ops[-1].outputs
+    assert len(every.states["shared.0.weight"].uses) == 2
+    for program in (once, every):
+        assert list(program.calls) == ["", "first", "shared", "shared.0", "shared.1"]
+        assert [call.times for call in program.calls.values()] == [1, 1, 2, 2, 2]
+        assert program.calls["shared"].children == ["shared.0", "shared.1"]
+        assert [len(call.repeats) for call in program.calls.values()][:3] == [0, 0, 1]

@@ -51,11 +51,16 @@ class WeightProgram:
 
 
 def trace_weights(
-    model: nn.Module, example_inputs: Sequence[Any] = (), example_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    every_call: bool = False,
 ) -> WeightProgram:
     """Return the program of a model that may have been compressed before.
 
-    A module is traced in one eager forward; the graph of a ``GraphModule`` is read as it is.
+    A module is traced in one eager forward, which with ``every_call`` records the later calls of a module too; the
+    graph of a ``GraphModule`` is read as it is.
 
     Raises:
         RuntimeError: the model's forward raised.
@@ -65,7 +70,7 @@ def trace_weights(
 
         return fold_simulators(build_program(model, model), model)
     with parametrize.cached():  # one read of each weight, so that all its uses see the same tensor
-        program = trace_eager(model, example_inputs, example_kwargs)
+        program = trace_eager(model, example_inputs, example_kwargs, every_call=every_call)
     return fold_simulators(program, model)
 
 

@@ -31,6 +31,8 @@ def trace_eager(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     on_op: Callable[[Op], None] | None = None,
+    *,
+    every_call: bool = False,
 ) -> Program:
     """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
 
@@ -42,11 +44,12 @@ def trace_eager(
         example_inputs: positional inputs.
         example_kwargs: keyword inputs.
         on_op: called with every recorded op while it runs.
+        every_call: record the ops of later calls too, under the names of the first one's.
 
     Raises:
         RuntimeError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
-    tracer = _Tracer(model, on_op)
+    tracer = _Tracer(model, on_op, every_call)
     kwargs = dict(example_kwargs or {})
     with preserved_state(model):
         undo = tracer.install()
@@ -81,9 +84,10 @@ class _Frame:
 class _Tracer:
     """Records ops and values while the model runs."""
 
-    def __init__(self, model: nn.Module, on_op: Callable[[Op], None] | None = None) -> None:
+    def __init__(self, model: nn.Module, on_op: Callable[[Op], None] | None, every_call: bool) -> None:
         self.model = model
         self.on_op = on_op
+        self.every_call = every_call
         self.states = collect_states(model)
         self.by_tensor: dict[int, StateTensor] = {id(state.tensor): state for state in self.states.values()}
         self.paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
@@ -102,11 +106,12 @@ class _Tracer:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
         path = self.paths[id(module)]
-        frame = _Frame(path, path not in self.visited)
+        first = path not in self.visited
+        frame = _Frame(path, first or self.every_call)
         self.visited.add(path)
         if path in self.calls:
             self.calls[path].times += 1
-        if frame.recording:
+        if first:
             if self.frames and self.frames[-1].recording:
                 self.frames[-1].call.children.append(path)
             self.calls[path] = frame.call
@@ -121,7 +126,7 @@ class _Tracer:
     def leave(self, frame: _Frame, output: Any) -> None:
         if not frame.recording and (not self.frames or not self.frames[-1].recording):
             return
-        if not frame.recording:
+        if self.calls[frame.path] is not frame.call:
             self.calls[frame.path].repeats.append(frame.call)
         for index, leaf in enumerate(tree_leaves(output)):
             frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))

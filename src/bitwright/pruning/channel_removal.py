@@ -82,7 +82,7 @@ def shrink(
     kwargs = dict(example_kwargs or {})
     _check_arguments(model, keep)
     before = run(model, example_inputs, kwargs)
-    traced = trace_weights(model, example_inputs, kwargs)
+    traced = trace_weights(model, example_inputs, kwargs, every_call=True)
     analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, _count_calls(model, example_inputs, kwargs))
     report = ShrinkReport(kept=dict.fromkeys(analysis.uncut, _UNCUT), parameters_before=_count(model))
     _keep(analysis.spaces, keep)
