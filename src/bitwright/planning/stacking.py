@@ -12,6 +12,7 @@ from bitwright.common import CompressionType
 from .plan import Problem, Severity
 
 __all__ = [
+    "QUANTIZED_ACTIVATIONS",
     "QUANTIZED_GRAPH",
     "entry_size",
     "finite_range",
@@ -43,6 +44,15 @@ QUANTIZED_GRAPH = Problem(
     "model",
     "a Quantizer has quantized this graph already, and its simulators would be quantized with the rest. Quantize the "
     "float model once, with the specs of weights and activations in one configuration.",
+    Severity.ERROR,
+)
+
+QUANTIZED_ACTIVATIONS = Problem(
+    "order",
+    "model",
+    "a Quantizer has quantized activations of this model already. New simulators would take the places of the old, and "
+    "a graph would hold the old as ops of the model. Quantize the activations last, and once; in eager mode, with "
+    "op_input_spec=None and op_output_spec=None, weights that are still float may follow.",
     Severity.ERROR,
 )
 

@@ -19,7 +19,7 @@ from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.planning.report import report_problems
-from bitwright.planning.stacking import QUANTIZED_GRAPH
+from bitwright.planning.stacking import QUANTIZED_ACTIVATIONS, QUANTIZED_GRAPH
 from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.graph_module import TracedGraphModule
 
@@ -148,6 +148,10 @@ class Quantizer(_Views, _BaseModelCompressor):
         plan = self._checked_for(target, self._engine.plan(example))
         if isinstance(self._model, TracedGraphModule) and any(map(_is_quantizers, self._model.children())):
             plan.problems.append(QUANTIZED_GRAPH)
+        elif not self._is_model_prepared(self._model) and any(map(_is_activations, self._model.modules())):
+            wanted = any(placement.target == CompressionTargetTensor.ACTIVATION for placement in plan.placements)
+            if wanted or self._config.execution_mode == ExecutionMode.GRAPH:
+                plan.problems.append(QUANTIZED_ACTIVATIONS)
         return plan
 
     @property
@@ -445,6 +449,11 @@ def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
 def _is_quantizers(simulator: nn.Module) -> bool:
     """Whether a ``Quantizer`` inserted it; a palettizer has such simulators of its own, for its tables."""
     return isinstance(simulator, FakeQuantizeImplBase) and simulator.quantization_target != CompressionTargetTensor.LUT
+
+
+def _is_activations(simulator: nn.Module) -> bool:
+    """Whether a ``Quantizer`` inserted it for an activation."""
+    return _is_quantizers(simulator) and simulator.quantization_target == CompressionTargetTensor.ACTIVATION
 
 
 def _rest(model: nn.Module) -> None:

@@ -274,6 +274,48 @@ def test_a_quantized_graph_is_not_quantized_again(first: dict[str, None], mode: 
     assert torch.equal(finalized(x), expected)
 
 
+ACTIVATIONS: dict[str, None] = {"op_state_spec": None}
+STATES: dict[str, None] = {"op_input_spec": None, "op_output_spec": None}
+
+
+@pytest.mark.parametrize("between", [pruned, palettized])
+@pytest.mark.parametrize(
+    ("second", "mode"), [(ACTIVATIONS, "graph"), (STATES, "graph"), ({}, "graph"), (ACTIVATIONS, "eager")]
+)
+def test_quantized_activations_are_not_quantized_again(between: Step, second: dict[str, None], mode: str) -> None:
+    """Under another technique, too: their simulators would be replaced, or become ops of the graph."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    eager = ModuleQuantizerConfig(**ACTIVATIONS)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager", global_config=eager))
+    quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        model(x)
+    model = between(quantizer.finalize(backend="_torch"), x)
+    expected, keys = model(x), list(model.state_dict())
+    again = Quantizer(model, QuantizerConfig(execution_mode=mode, global_config=ModuleQuantizerConfig(**second)))
+    assert "order" in [problem.code for problem in again.plan((x,)).problems if problem.severity == "error"]
+    with pytest.raises(PlanError, match="Quantize the activations last"):
+        again.prepare((x,))
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), expected)
+
+
+def test_weights_may_be_quantized_after_the_activations() -> None:
+    """In eager mode the simulators of the activations stay as they are."""
+    model, x = network(), torch.randn(2, 3, 4, 4)
+    for first, pruning in ((ACTIVATIONS, True), (STATES, False)):
+        config = ModuleQuantizerConfig(**first)
+        quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager", global_config=config))
+        quantizer.prepare((x,))
+        with quantizer.calibration_mode():
+            model(x)
+        model = quantizer.finalize(backend="_torch")
+        model = pruned(model, x) if pruning else model
+    artifact = Artifact.from_model(model)
+    assert len(artifact.activations) == 4
+    assert all(isinstance(artifact[weight], QuantizedTensor) and artifact[weight].is_sparse for weight in WEIGHTS)
+
+
 def test_the_plan_says_what_stands_below() -> None:
     """A palette is no place for a quantizer, and the rows say so; a mask makes the codes fewer."""
     model, x = network(), torch.randn(2, 3, 4, 4)
