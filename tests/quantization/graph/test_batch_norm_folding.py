@@ -129,6 +129,35 @@ def test_gradients_reach_the_raw_weight_through_the_fold() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("simulated", [True, False])
+def test_the_scale_is_made_once_and_copies_go_on_without(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those of a scale made twice, and a forward that broke off between the two leaves nothing behind."""
+    from bitwright.quantization._graph import batch_norm
+
+    made: list[object] = []
+    plain = batch_norm.FoldLayout.divisible_scale
+    monkeypatch.setattr(batch_norm.FoldLayout, "divisible_scale", lambda *given: (made.append(given), plain(*given))[1])
+    torch.manual_seed(0)
+    model = with_statistics(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
+    config = W8 if simulated else QuantizerConfig.presets.w8().set_module_name("0", None)
+    quantizer = Quantizer(model, config)
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    with quantizer.training_mode():
+        fold = next(m for m in prepared.modules() if isinstance(m, batch_norm.WeightFold))
+        norm = next(m for m in prepared.modules() if getattr(m, "running_var", None) is not None)
+        fold(torch.randn(6, 4, 3, 3), norm.weight, norm.running_var)
+        twice, found = copy.deepcopy(prepared), []
+        made.clear()
+        for each in (prepared, twice):
+            each.zero_grad()
+            each(INPUTS[2]).square().mean().backward()
+            found.append([p.grad for p in each.parameters()])
+            monkeypatch.setattr(batch_norm._ScaleInUse, "take", lambda *_: None)
+    assert len(made) == 1 + 2
+    for once, again in zip(*found, strict=True):
+        torch.testing.assert_close(once, again, rtol=1e-5, atol=1e-6)
+
+
 def test_a_gain_of_zero_trains() -> None:
     """Zero-initialised gains of residual branches give numbers; torchao's form divides by zero."""
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).train()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
@@ -199,23 +201,23 @@ def dequantize(
     return values
 
 
-def _keys(x: torch.Tensor, layout: Layout, threads: int) -> torch.Tensor:
-    """Order keys of the blocks' extremes, found by several threads: shape (2, sets, blocks).
+def _keys(x: torch.Tensor, layout: Layout, threads: int) -> tuple[npt.NDArray[np.int32], int]:
+    """Order keys of the blocks' extremes, found by several threads: shape (2, sets, blocks), and the address.
 
     Parts share one set of keys where they work on different blocks, else each has its own.
     """
     parts = part_count(threads)
     shared = layout.disjoint >= parts
-    keys = torch.empty((2, 1 if shared else parts, layout.blocks), dtype=torch.int32)
-    keys[0].fill_(HIGHEST)
-    keys[1].fill_(LOWEST)
+    keys = np.empty((2, 1 if shared else parts, layout.blocks), dtype=np.int32)
+    keys[0], keys[1] = HIGHEST, LOWEST
     words = layout.rows * -(-layout.length // LANES)
+    address = keys.ctypes.data
     arguments = (
-        x.data_ptr(), DTYPES[x.dtype], layout.address, keys[0].data_ptr(), keys[1].data_ptr(),
+        x.data_ptr(), DTYPES[x.dtype], layout.address, address, address + keys[0].nbytes,
         0 if shared else layout.blocks, layout.disjoint if shared else words, words,
     )  # fmt: skip
     run_parts(accumulate, arguments, threads, (x, keys))
-    return keys
+    return keys, address
 
 
 def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,9 +228,9 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     if threads == 1:
         low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
     else:
-        keys = _keys(flat, layout, threads)
+        keys, _ = _keys(flat, layout, threads)
         sets = keys.shape[1]
-        low, high = keys.view(torch.float32)[:, 0].view(2, *layout.counts).unbind(0)
+        low, high = torch.from_numpy(keys.view(np.float32)[:, 0]).view(2, *layout.counts).unbind(0)
     extremes(
         flat.data_ptr() if threads == 1 else 0, DTYPES[x.dtype], layout.address, low.data_ptr(), high.data_ptr(),
         sets, layout.blocks,
@@ -249,11 +251,12 @@ def find_parameters(
     threads = threads_for(layout.numel)
     source, lows, highs, sets = x.data_ptr(), 0, 0, 1
     if threads > 1:
-        keys = _keys(x, layout, threads)
-        source, lows, highs, sets = 0, keys[0].data_ptr(), keys[1].data_ptr(), keys.shape[1]
+        keys, lows = _keys(x, layout, threads)
+        source, highs, sets = 0, lows + keys[0].nbytes, keys.shape[1]
     elif layout.blocks > FEW:
-        keys = torch.empty((2, layout.blocks), dtype=torch.int32)
-        lows, highs = keys[0].data_ptr(), keys[1].data_ptr()
+        keys = np.empty((2, layout.blocks), dtype=np.int32)
+        lows = keys.ctypes.data
+        highs = lows + keys[0].nbytes
     mode, constant, running_lows, running_highs = 0, 0.0, 0, 0
     if running is not None:
         mode, constant = running[:2]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -80,6 +81,29 @@ class FoldLayout:
         return operation(weight.reshape(self.split_shape), scale).reshape(weight.shape)
 
 
+class _ScaleInUse:
+    """The scale that a weight was folded with, until the same forward takes it out again. Copies are empty."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: tuple[torch.Tensor, torch.Tensor | None, int] | None = None
+
+    def keep(self, scale: torch.Tensor, gamma: torch.Tensor | None) -> None:
+        if not torch.compiler.is_compiling():
+            self._kept = scale, gamma, get_ident()
+
+    def take(self, gamma: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the scale if it was made of ``gamma`` on this thread."""
+        if torch.compiler.is_compiling() or self._kept is None:
+            return None
+        (scale, known, thread), self._kept = self._kept, None
+        return scale if known is gamma and thread == get_ident() else None
+
+    def __reduce__(self) -> tuple[type[_ScaleInUse], tuple[()]]:
+        return _ScaleInUse, ()
+
+
 class _Fold(nn.Module):
     def __init__(self, layout: FoldLayout) -> None:
         super().__init__()
@@ -106,22 +130,37 @@ class WeightFold(_Fold):
     def __init__(self, layout: FoldLayout, target: str) -> None:
         super().__init__(layout)
         self.target = target
+        self.in_use = _ScaleInUse()
 
     def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``W'``, in training with a scale that it can be divided by later."""
         layout = self.layout
-        scale = layout.divisible_scale(gamma, self._variance(var)) if self.training else layout.scale(gamma, var)
+        if not self.training:
+            return layout.apply(torch.mul, weight, layout.scale(gamma, var))
+        scale = layout.divisible_scale(gamma, self._variance(var))
+        self.in_use.keep(scale, gamma)
         return layout.apply(torch.mul, weight, scale)
 
 
 class WeightUnfold(_Fold):
-    """Takes the scale out of a folded and simulated weight again, in training."""
+    """Takes the scale out of a folded and simulated weight again, in training.
+
+    Args:
+        folding: what folded the weight.
+    """
+
+    def __init__(self, folding: WeightFold) -> None:
+        super().__init__(folding.layout)
+        self.in_use = folding.in_use
 
     def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return the simulated ``W'``, in training divided by the scale."""
         if not self.training:
             return weight
-        return self.layout.apply(torch.div, weight, self.layout.divisible_scale(gamma, self._variance(var)))
+        scale = self.in_use.take(gamma)
+        if scale is None:
+            scale = self.layout.divisible_scale(gamma, self._variance(var))
+        return self.layout.apply(torch.div, weight, scale)
 
 
 class BiasFold(_Fold):

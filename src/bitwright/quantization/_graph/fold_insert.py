@@ -73,7 +73,7 @@ def unfold_weights(module: TracedGraphModule, folds: Iterable[Fold]) -> None:
         folding = module.get_submodule(str(fold.weight.target))
         assert isinstance(folding, WeightFold)
         read = _get_argument(fold.layer, "weight")
-        unfolding = WeightUnfold(folding.layout)
+        unfolding = WeightUnfold(folding)
         if read is not fold.weight:
             simulator = module.get_submodule(str(read.target))
             assert isinstance(simulator, FakeQuantizeImplBase)
