@@ -32,7 +32,7 @@ def test_the_default_is_half_of_everything(dtype):
     assert model.weight[model.weight != 0].min() > 100 - 1
 
 
-@pytest.mark.parametrize("target", [0.0, 0.25, 1 / 3, 0.99])
+@pytest.mark.parametrize("target", [0.0, 0.25, 1 / 3, 0.96])
 def test_exactly_the_smallest_magnitudes_go(target):
     """Signs have no part in it."""
     model = counted(10, 30)
@@ -54,6 +54,32 @@ def test_a_mask_that_removes_everything_is_a_named_warning():
         MagnitudePruner(counted(4, 4), config_of(PruningSpec(target_sparsity=1.0))).prepare(
             (torch.randn(1, 4),), strict=True
         )
+
+
+@pytest.mark.parametrize("fields", [{}, {"scope": "row"}, {"pruning_scheme": ChannelStructured()}])
+def test_a_share_that_is_everything_but_for_rounding_is_so_too(fields):
+    """The count is that of the mask, not the number that was written."""
+    model = counted(4, 4)
+    with pytest.warns(ConfigMatchWarning, match=r"empty-weight\] weight.*target_sparsity=0.99999999999 removes all"):
+        pruned(model, (torch.randn(1, 4),), target_sparsity=1 - 1e-11, **fields)
+    assert zeros(model.weight) == 1.0
+
+
+def test_fewer_entries_than_output_channels_are_a_named_warning():
+    """Some channels are empty then, whatever the weights; with a rank in rows each keeps one."""
+    model = nn.Sequential(nn.Linear(40, 50), nn.ConvTranspose1d(50, 20, 1))
+    example = (torch.randn(50, 40),)
+    with pytest.warns(ConfigMatchWarning) as caught:
+        pruned(model, example, target_sparsity=0.99)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 2
+    assert "empty-channels] 0.weight" in told[0]
+    assert "keeps 20 of 2000 entries, fewer than the 50 output channels, so at least 30" in told[0]
+    assert "keeps 10 of 1000 entries, fewer than the 20 output channels" in told[1]
+    assert int((model[0].weight == 0).all(1).sum()) >= 30
+    assert int((model[1].weight == 0).all(0).all(1).sum()) >= 10
+    for fields in ({"scope": "row"}, {"scope": "global"}, {"target_sparsity": 0.975}):
+        pruned(nn.Linear(40, 40), (torch.randn(1, 40),), **{"target_sparsity": 0.99, **fields})
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

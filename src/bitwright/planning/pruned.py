@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from bitwright.common import CompressionType
 from bitwright.program import Argument
 from bitwright.pruning.spec import NMStructured, PruneImplBase, PruningSpec, Unstructured
 from bitwright.pruning.spec.errors import _BlockSizeMismatchError
+from bitwright.pruning.spec.scheme import removed_units
 
 from .ops import PRUNER_OPS
 from .plan import Problem, Severity
@@ -87,13 +90,30 @@ def _check_scope(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
 
 
 def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
-    if spec.final_sparsity < 1.0:
+    """A weight, or output channels of it, of which nothing can be left, is hardly meant."""
+    if spec.final_sparsity == 0.0 or isinstance(spec.pruning_scheme, NMStructured):
         return []
-    message = (
-        f"target_sparsity={spec.target_sparsity!r} removes all of the weight ({request.rule}). Choose a target below "
-        "1, or take the module out of the model."
-    )
-    return [Problem("empty-weight", request.state.name, message)]
+    channel = 0 if request.axes is None else request.axes.channel
+    channels = request.shape[channel] if len(request.shape) > 1 else 1
+    units = spec.pruning_scheme.pool(torch.empty(request.shape, device="meta")).numel()
+    scope = spec.scope or spec.pruning_algo.default_scope
+    rows = channels if scope == "row" else 1
+    kept = rows * (units // rows - removed_units(units // rows, spec.final_sparsity))
+    target = f"target_sparsity={spec.target_sparsity!r}"
+    if kept == 0:
+        message = (
+            f"{target} removes all of the weight ({request.rule}). Choose a target below 1, or take the module out of "
+            "the model."
+        )
+        return [Problem("empty-weight", request.state.name, message)]
+    ranked_whole = scope == "tensor" and spec.pruning_algo.input_statistics != "gram"  # which ranks in blocks
+    if isinstance(spec.pruning_scheme, Unstructured) and ranked_whole and kept < channels:
+        message = (
+            f"{target} keeps {kept} of {units} entries, fewer than the {channels} output channels, so at least "
+            f"{channels - kept} of them become zero ({request.rule}). Choose a smaller target, or scope='row'."
+        )
+        return [Problem("empty-channels", request.state.name, message)]
+    return []
 
 
 def _check_target(spec: PruningSpec, request: WeightRequest) -> list[Problem]:

@@ -25,10 +25,16 @@ __all__ = [
     "PruningScheme",
     "Unstructured",
     "keep_largest",
+    "removed_units",
 ]
 
 _ROUNDING = 1e-9
 """Guards ``floor(count * sparsity)`` against products such as 100 * 0.29 that lie just below a whole number."""
+
+
+def removed_units(count: int, sparsity: float) -> int:
+    """Return how many of ``count`` units go for a share of them."""
+    return min(count, math.floor(count * sparsity + _ROUNDING))
 
 
 def keep_largest(scores: torch.Tensor, sparsity: float, rows: int = 1) -> torch.Tensor:
@@ -46,7 +52,7 @@ def keep_largest(scores: torch.Tensor, sparsity: float, rows: int = 1) -> torch.
     """
     flat = scores.detach().float().reshape(rows, -1)
     length = flat.shape[1]
-    removed = min(length, math.floor(length * sparsity + _ROUNDING))
+    removed = removed_units(length, sparsity)
     if removed == 0:
         return torch.ones_like(scores, dtype=torch.bool)
     if removed == length:
