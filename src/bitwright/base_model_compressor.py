@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
+from bitwright.errors import BitwrightWarning
 from bitwright.planning import Plan
 
 __all__: list[str] = []
@@ -31,6 +33,14 @@ class _Lifecycle(enum.Enum):
 
 _CompressorLifecycle = _Lifecycle
 _MODES = {_Lifecycle.TRAINING: "training_mode", _Lifecycle.CALIBRATING: "calibration_mode"}
+
+
+def _began_here(error: BaseException) -> bool:
+    """Whether an exception was raised in this package, not in the block of a ``with`` around the caller's code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).split(".")[0] == "bitwright"
 
 
 class _BaseModelCompressor(ABC):
@@ -158,5 +168,15 @@ class _BaseModelCompressor(ABC):
         self._lifecycle = state
         try:
             yield
+        except GeneratorExit as end:
+            if _began_here(end):
+                mode = _MODES[state]
+                warnings.warn(
+                    f"{mode}() has ended, because what it returned was not kept, and with it the mode goes. Write "
+                    f"`with ...{mode}():`, or hold on to the object whose `__enter__` you call.",
+                    BitwrightWarning,
+                    stacklevel=2,
+                )
+            raise
         finally:
             self._lifecycle = _Lifecycle.IDLE

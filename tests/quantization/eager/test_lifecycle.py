@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from bitwright import ExportBackend
-from bitwright.errors import ConfigMatchWarning, PlanError
+from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -55,6 +57,30 @@ def test_switches_follow_the_modes(tokens):
         assert prepared.training
         assert states(prepared) == {(True, True)}
     assert not prepared.training
+    assert states(prepared) == {(False, True)}
+
+
+def test_a_mode_that_nobody_holds_ends_with_a_warning(tokens):
+    """A forgotten ``with`` leaves the mode at once, and says so; leaving early in code of the caller's does not."""
+    quantizer, prepared = make_prepared(tokens)
+    with pytest.warns(BitwrightWarning, match=r"training_mode\(\) has ended, because what it returned was not kept"):
+        quantizer.training_mode().__enter__()
+    assert states(prepared) == {(False, True)}
+    kept = quantizer.training_mode()
+    kept.__enter__()
+    gc.collect()
+    assert states(prepared) == {(True, True)}
+    kept.__exit__(None, None, None)
+
+    def batches():
+        with quantizer.training_mode():
+            yield from range(3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in batches():
+            break
+        gc.collect()
     assert states(prepared) == {(False, True)}
 
 
