@@ -102,7 +102,7 @@ ROWS: dict[str, Row] = {
     **{f"{bits} bit": plain(n_bits=bits) for bits in (2, 3, 4, 6)},
     **{f"{bits} bit, groups of 16": plain(n_bits=bits, granularity=grouped(16)) for bits in (2, 3, 4)},
     **{f"{bits} bit, groups of 4": plain(n_bits=bits, granularity=grouped(4)) for bits in (2, 3)},
-    "2 bit, per channel": plain(n_bits=2, granularity=grouped(1)),
+    **{f"{bits} bit, per channel": plain(n_bits=bits, granularity=grouped(1)) for bits in (2, 3, 4)},
     "2 bit, channel scale": plain(n_bits=2, enable_per_channel_scale=True),
     "4 bit, int8 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int8")),
     "4 bit, int4 entries": plain(n_bits=4, lut_qspec=QuantizationSpec(dtype="int4")),
@@ -112,6 +112,11 @@ ROWS: dict[str, Row] = {
         for size in (16, 4)
     },
     **{f"{bits} bit, sensitivities": calibrated(n_bits=bits) for bits in (2, 3, 4)},
+    **{
+        f"{bits} bit, {name}, sensitivities": calibrated(n_bits=bits, granularity=grouped(size))
+        for name, size in (("groups of 16", 16), ("per channel", 1))
+        for bits in (2, 3, 4)
+    },
     "2 bit, default training": trained({"type": "default"}, n_bits=2),
     "2 bit, straight through": trained({"type": "ste"}, n_bits=2),
     "2 bit, dkm": trained({"type": "dkm"}, n_bits=2),
@@ -137,6 +142,11 @@ CLAIMS = {
         for size in (16, 4)
     },
     **{f"sensitivities help at {bits} bit": (f"{bits} bit, sensitivities", f"{bits} bit") for bits in (2, 3, 4)},
+    **{
+        f"sensitivities help at {bits} bit, {name}": (f"{bits} bit, {name}, sensitivities", f"{bits} bit, {name}")
+        for name in ("groups of 16", "per channel")
+        for bits in (2, 3, 4)
+    },
 }
 
 
