@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -169,7 +170,7 @@ class _BaseModelCompressor(ABC):
         try:
             yield
         except GeneratorExit as end:
-            if _began_here(end):
+            if _began_here(end) and not sys.is_finalizing():
                 mode = _MODES[state]
                 warnings.warn(
                     f"{mode}() has ended, because what it returned was not kept, and with it the mode goes. Write "
