@@ -398,7 +398,7 @@ def test_distillation(mode):
     with quantizer.training_mode():
         optimizer = torch.optim.Adam(prepared.parameters(), 1e-3)
         prepared.eval()
-        for _ in range(40):
+        for _ in range(100):
             optimizer.zero_grad()
             value = loss(prepared(x), x)
             value.backward()
