@@ -14,6 +14,7 @@ from bitwright.kernels.saved import pack
 
 __all__ = ["SmallWeights", "weights_simulated_once"]
 
+_grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -68,6 +69,8 @@ class SmallWeights:
         Args:
             model: owner of the graph; nothing concerns every call of a module at the time (``direct_calls.caller``).
         """
+        if not (model.training or _grad_enabled()):  # weights are kept quantized
+            return {}
         hooks = _saved_tensor_hooks(True)
         # Both passes of gradient checkpointing must save the same tensors. Where processes exchange gradients they wait
         # for each of them, and these come together.

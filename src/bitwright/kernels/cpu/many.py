@@ -27,7 +27,7 @@ from .fused import apply_mask, threads_for
 from .lanes import Scalar, peek_f32, peek_i16, peek_i64, poke_i32, stack_room
 from .mapping import FAKE, all_set, map_part
 from .memory import over
-from .native import DTYPES, native_grid, scheme_code
+from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .ranges import join_parts, keys_of, range_of_keys, range_of_row
 from .threads import run_parts
 from .walking import element_bytes, first_part, next_part, vector_room
@@ -191,13 +191,10 @@ class SmallCall:
                 raise ValueError(f"One scale cannot hold what is chosen for {layout.blocks} blocks.")
             layout = layout_of(x.shape, order, tuple(x.shape))
         addresses = [0 if t is None else t.data_ptr() for t in made]
-        points, origins = (0, addresses[2]) if native.minval else (addresses[1], 0)
-        if not native.integer:
-            points = origins = 0
         length = layout.numel if layout.flat or layout.length % LANES == 0 else layout.length
         job = np.array(
             [
-                DTYPES[x.dtype], layout.words, layout.address, native.address, addresses[0], points, origins,
+                DTYPES[x.dtype], layout.words, layout.address, native.address, *addresses_read(native, made),
                 *addresses, layout.blocks, -1 if scheme is None else scheme_code(grid, scheme, scale_dtype),
                 layout.rowwise and not layout.flat, length,
             ],

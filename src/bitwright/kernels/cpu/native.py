@@ -13,7 +13,7 @@ from bitwright.kernels.grid import Grid
 
 from .arithmetic import BFLOAT16, FLOAT16, FLOAT32
 
-__all__ = ["DTYPES", "NativeGrid", "native_grid", "scheme_code"]
+__all__ = ["DTYPES", "NativeGrid", "addresses_read", "native_grid", "scheme_code"]
 
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _SYMMETRIC, _ASYMMETRIC, _POWER_OF_TWO = 0, 1, 2
@@ -56,6 +56,16 @@ def _make(grid: Grid) -> NativeGrid:
     ).astype(np.int32)
     words[2:4] = np.array([grid.quant_min, grid.quant_max], dtype=np.float32).view(np.int32)
     return NativeGrid(words.ctypes.data, integer, minval, words)
+
+
+def addresses_read(
+    grid: NativeGrid, made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+) -> tuple[int, int, int]:
+    """Return the addresses of scale, zero point and minval as the loops take them: 0 for what the grid does not use."""
+    scale, zero_point, minval = made
+    points = zero_point if grid.integer and not grid.minval else None
+    origins = minval if grid.minval else None
+    return scale.data_ptr(), 0 if points is None else points.data_ptr(), 0 if origins is None else origins.data_ptr()
 
 
 def scheme_code(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int:

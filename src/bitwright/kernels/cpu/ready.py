@@ -25,7 +25,7 @@ from .fused import apply_mask, find_parameters, threads_for
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, map_part, map_words
 from .memory import empty_like, lasting_bytes, over, result_from
-from .native import DTYPES, native_grid, scheme_code
+from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .ranges import join_parts, keys_of
 from .relu import keep_signs, map_and_sign_part, signs_to_keep
 from .snapshot import Snapshot, unchanged
@@ -172,13 +172,10 @@ class ReadyCall:
         if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
             layout = layout_of(x.shape, None, tuple(x.shape))
         addresses = [0 if t is None else t.data_ptr() for t in (*made, *(running or (None, None)))]
-        points, origins = (0, addresses[2]) if native.minval else (addresses[1], 0)
-        if not native.integer:
-            points = origins = 0
         code = scheme_code(grid, scheme, scale_dtype)
         job = np.array(
             [
-                DTYPES[x.dtype], layout.words, layout.address, native.address, addresses[0], points, origins,
+                DTYPES[x.dtype], layout.words, layout.address, native.address, *addresses_read(native, made),
                 *addresses, layout.blocks, code, 0,
                 0 if snapshot is None else snapshot.address,
             ],

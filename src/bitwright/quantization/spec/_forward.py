@@ -148,9 +148,13 @@ class FakeQuantizeForward(SwitchedModule):
         """Make the short way for this tensor and the next ones like it, and return it; None where there is none."""
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         plain = stateful and type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams
+        shortcut = self._shortcut
+        task = shortcut.task
         call = make(self, calculator, tensor) if plain and self._is_fused() else None
         if call is not None:
-            self._shortcut.call = call
+            shortcut.call = call
+            if shortcut.task is task:
+                shortcut.task = None  # that of the short way before
         return call
 
     def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
