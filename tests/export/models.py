@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bitwright.palettization import (
     KMeansPalettizer,
@@ -58,6 +59,17 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
+
+
+class Pooled(nn.Module):
+    """A convolution, an average of 16 values, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(F.adaptive_avg_pool2d(torch.relu(self.conv(x)), 1).flatten(1))
 
 
 class Tied(nn.Module):

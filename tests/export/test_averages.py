@@ -14,7 +14,7 @@ from bitwright.export.targets import TARGETS
 from bitwright.quantization import QuantizationSpec
 from tests.measures import sqnr
 
-from .models import W8, prepared
+from .models import W8, Pooled, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
 
@@ -50,17 +50,6 @@ def test_programs_compute_the_same_bits(dynamic):
         for inputs in (x, torch.randn(5, 2000)) if dynamic else (x,):
             for number, (expected, found) in enumerate(zip(model(inputs), ready.module()(inputs), strict=True)):
                 assert torch.equal(expected, found), number
-
-
-class Pooled(nn.Module):
-    """A convolution, an average of 16 codes, a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(F.adaptive_avg_pool2d(torch.relu(self.conv(x)), 1).flatten(1))
 
 
 @pytest.mark.parametrize("name", ["coreai", pytest.param("aot-inductor", marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import OpQuantizerConfig
 
-from .models import W8, prepared
+from .models import W8, Pooled, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
 
@@ -62,15 +62,6 @@ def test_sums_are_those_of_pytorch_to_the_last_bit(tmp_path):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_networks_that_end_in_a_pool_have_the_same_codes(mode, tmp_path):
     """Input and output of the pool have one scale, so one of 16 averages lies between two codes."""
-
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(16, 5)
-
-        def forward(self, x):
-            return self.head(F.adaptive_avg_pool2d(torch.relu(self.conv(x)), 1).flatten(1))
-
     torch.manual_seed(0)
     x = torch.randn(64, 3, 4, 4)
     _, ready = prepared(Pooled().eval(), x, W8, BYTES, mode)

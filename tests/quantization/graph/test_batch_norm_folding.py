@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization._graph import batch_norm
 from tests.lambda_module import Lambda
 from tests.measures import sqnr
 
@@ -132,8 +133,6 @@ def test_gradients_reach_the_raw_weight_through_the_fold() -> None:
 @pytest.mark.parametrize("simulated", [True, False])
 def test_the_scale_is_made_once_and_copies_go_on_without(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are those of a scale made twice, and a forward that broke off between the two leaves nothing behind."""
-    from bitwright.quantization._graph import batch_norm
-
     made: list[object] = []
     plain = batch_norm.FoldLayout.divisible_scale
     monkeypatch.setattr(batch_norm.FoldLayout, "divisible_scale", lambda *given: (made.append(given), plain(*given))[1])
