@@ -18,6 +18,7 @@ from bitwright.quantization.spec import QuantizationComponentFactory, Quantizati
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import fits_arithmetic
+from .coreml_weights import NO_BFLOAT16
 from .samples import SAMPLES, sample_weight
 from .targets import TARGETS, target_named
 
@@ -138,6 +139,8 @@ def capabilities() -> Iterator[Capability]:
 def _row_support(row: PlanRow, target: str) -> Support:
     if row.kind != "weight":
         assert isinstance(row.spec, QuantizationSpec)
+        if target == "coreml" and row.dtype == "bfloat16":
+            return Support(Form.REFUSED, NO_BFLOAT16)
         return activation_support(target, row.spec)
     assert row.spec is not None
     if isinstance(row.spec, PruningSpec):

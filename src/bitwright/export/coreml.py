@@ -17,7 +17,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .coreai_activations import ClampToRange, activation_operands
 from .coreml_weights import check_weight, mark_root, mark_weight, stays_dense
 
-__all__ = ["check_activation", "check_activation_form", "coreml_activation", "finalize_eager_coreml"]
+__all__ = ["Dequantize", "check_activation", "check_activation_form", "coreml_activation", "finalize_eager_coreml"]
 
 _QUANTIZED_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8}
 
@@ -64,12 +64,19 @@ class _Quantize(nn.Module):
         return torch.quantize_per_tensor(x.float(), self.scale, self.zero_point, self.dtype)  # type: ignore[arg-type]
 
 
-class _Dequantize(nn.Module):
+class Dequantize(nn.Module):
+    """Floating-point values of quantized ones.
+
+    Args:
+        dtype: what they are returned in.
+    """
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` dequantized."""
         return x.dequantize() if self.dtype == torch.float32 else x.dequantize().to(self.dtype)
 
 
@@ -82,7 +89,7 @@ def coreml_activation(simulator: FakeQuantizeImplBase) -> nn.Sequential:
         modules["clamp"] = ClampToRange(operands)
     quantized = _QUANTIZED_DTYPES[operands.dtype]
     modules["quantize"] = _Quantize(operands.scale, operands.zero_point.to(torch.int32), quantized)
-    modules["dequantize"] = _Dequantize(operands.compute_dtype)
+    modules["dequantize"] = Dequantize(operands.compute_dtype)
     return nn.Sequential(modules)
 
 

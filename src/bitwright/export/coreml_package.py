@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bitwright.artifact.artifact import make_empty_directory
-from bitwright.common import ExportBackend
+from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.program.graph import plain_attention
 
 from .conversion import converting, finalized_copy
+from .coreml import Dequantize
 from .coreml_ops import register_missing_ops
+from .coreml_weights import NO_BFLOAT16
 from .extras import require
 
 __all__ = ["compressed_constants", "export_coreml"]
@@ -38,7 +41,7 @@ def export_coreml(
         example_inputs: positional inputs: tensors, whose shapes are fixed in the package.
         path: the ``.mlpackage`` folder to write; it must be empty or not exist.
         precision: in which the program computes; ``"float16"`` is coremltools' own choice. Scales and look-up tables
-            are stored in it.
+            are stored in it. Inputs in half precision stay so.
 
     Returns:
         ``path``.
@@ -46,7 +49,7 @@ def export_coreml(
     Raises:
         MissingExtraError: the coreml extra is not installed.
         FileExistsError: ``path`` is not empty.
-        CoreMLExportError: Core ML cannot hold a weight or an activation.
+        CoreMLExportError: Core ML cannot hold a weight or an activation; it has no bfloat16.
         NotImplementedError: activations whose parameters are computed at run time.
         ConversionError: torch cannot trace the model, or coremltools cannot take it.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
@@ -54,13 +57,17 @@ def export_coreml(
     if precision not in ("float16", "float32"):
         raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
     coremltools = require("coremltools", "coreml", "Export to Core ML")
-    finalized = finalized_copy(model, ExportBackend.CoreML)
+    tensors = (*model.parameters(), *model.buffers(), *example_inputs)
+    if any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16 for tensor in tensors):
+        raise CoreMLExportError(f"{NO_BFLOAT16}.")
+    finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)))
+    wide = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in example_inputs)
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
     with converting("torch.jit.trace"), plain_attention():
         traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
-            finalized, example_inputs, check_trace=False
+            finalized, wide, check_trace=False
         )
     _replace_copies(traced)
     register_missing_ops()
@@ -99,6 +106,47 @@ def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
         if operation.op_type.startswith("constexpr_") and not any(kind.startswith("constexpr_") for kind in inner):
             for output, value in zip(operation.outputs, _decoded(operation), strict=True):
                 yield output.name, torch.from_numpy(value.copy())
+
+
+class _Flat(nn.Module):
+    """A model whose results come as a tuple: traces hold no dictionaries, and no objects of the user's classes.
+
+    Args:
+        inner: the model.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        """Return the only result, or a tuple of all of them."""
+        leaves = [leaf for leaf in tree_leaves(self.inner(*args)) if isinstance(leaf, torch.Tensor)]
+        return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """A model in half precision as one in float32, in place: coremltools takes constants of one precision only, and
+    chooses that of the program itself. Weights are the same numbers."""
+    if not any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    for module in model.modules():
+        if isinstance(module, Dequantize):
+            module.dtype = torch.float32
+        if isinstance(module, fx.GraphModule):
+            _replace_float16(module)
+    return model.float()
+
+
+def _replace_float16(model: fx.GraphModule) -> None:
+    """Let a graph's own casts and new tensors be float32."""
+
+    def wide(argument: Any) -> Any:
+        return torch.float32 if argument is torch.float16 else argument
+
+    for node in model.graph.nodes:
+        node.args, node.kwargs = tree_map(wide, node.args), tree_map(wide, node.kwargs)
+    model.recompile()
 
 
 def _replace_copies(traced: Any) -> None:

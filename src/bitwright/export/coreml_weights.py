@@ -11,7 +11,15 @@ from torch import nn
 from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
 from bitwright.common import CompressionType, CoreMLExportError
 
-__all__ = ["METADATA_PREFIX", "METADATA_VERSION", "check_weight", "mark_root", "mark_weight", "stays_dense"]
+__all__ = [
+    "METADATA_PREFIX",
+    "METADATA_VERSION",
+    "NO_BFLOAT16",
+    "check_weight",
+    "mark_root",
+    "mark_weight",
+    "stays_dense",
+]
 
 METADATA_PREFIX = "_COREML_"
 METADATA_VERSION = 1
@@ -23,6 +31,9 @@ _LUT_INTEGERS = ("int8", "uint8")
 _PALETTE_ENTRIES = tuple(1 << bits for bits in (1, 2, 3, 4, 6, 8))
 
 
+NO_BFLOAT16 = "Core ML has no bfloat16: convert the model to float16 or float32 before it is prepared"
+
+
 def check_weight(tensor: CompressedTensor[Any], name: str) -> None:
     """Check that Core ML can hold a weight.
 
@@ -30,6 +41,8 @@ def check_weight(tensor: CompressedTensor[Any], name: str) -> None:
         CoreMLExportError: it cannot; the message names the weight and the reason.
     """
     where = f"weight {name!r}"
+    if tensor.dtype == torch.bfloat16:
+        raise CoreMLExportError(f"CoreML export does not support {where}. {NO_BFLOAT16}.")
     if isinstance(tensor, QuantizedTensor):
         layout = tensor.layout
         if layout.format not in _INTEGERS:

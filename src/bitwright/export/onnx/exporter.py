@@ -21,6 +21,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
 from .averages import average_in_order
+from .bfloat16 import compute_in_float32
 from .builder import NodeBuilder, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
@@ -44,6 +45,7 @@ def export_onnx(
     int4: Literal["qdq", "matmul_nbits"] = "qdq",
     unsigned_activations: bool = True,
     integer_kernels: bool | Literal["exact", "fused"] = True,
+    bfloat16_kernels: bool = False,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> Path:
@@ -71,6 +73,8 @@ def export_onnx(
             down in floating point. True chooses the exact form where most of the work stays in integers, and the fused
             one elsewhere and with signed activations. False keeps every operator in floating point, as slow as the
             float model.
+        bfloat16_kernels: leave operators on bfloat16 values to the runtime's own kernels. False lets them compute in
+            float32 between casts, as PyTorch does, for ONNX Runtime has no such kernels on the CPU.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
 
@@ -108,6 +112,8 @@ def export_onnx(
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
+    if not bfloat16_kernels:
+        compute_in_float32(program.model)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":

@@ -13,6 +13,8 @@ from bitwright.export.extras import require
 
 __all__ = ["open_session", "run_onnx", "run_with_codes"]
 
+_BFLOAT16 = 16
+
 
 def open_session(
     path: str | Path,
@@ -54,7 +56,8 @@ def open_session(
     except Exception as error:
         raise ConversionError(
             f"ONNX Runtime cannot run {str(path)!r} on the CPU: {error}. It has few kernels for bfloat16, and none for "
-            "float64 convolutions; convert the model to float32 before it is prepared, or run the file elsewhere."
+            "float64 convolutions: write bfloat16 models with bfloat16_kernels=False, convert others to float32 before "
+            "they are prepared, or run the file elsewhere."
         ) from error
 
 
@@ -77,7 +80,7 @@ def run_onnx(
     session = open_session(path, optimize=optimize)
     names = [value.name for value in session.get_inputs()]
     given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs, strict=True))
-    return [torch.from_numpy(output) for output in session.run(None, _arrays(given))]
+    return _run(session, given)
 
 
 def run_with_codes(
@@ -104,17 +107,33 @@ def run_with_codes(
     names = [value.name for value in session.get_inputs() if value.name not in named]
     given = {**dict(zip(names, inputs, strict=True)), **named}
     outputs = [output.name for output in session.get_outputs()]
-    values = dict(zip(outputs, session.run(None, _arrays(given)), strict=True))
+    values = dict(zip(outputs, _run(session, given), strict=True))
     found: dict[str, list[tuple[torch.Tensor, float, int]]] = {}
     for node, place in zip(nodes, places, strict=True):
         scale, zero_point = (onnx.numpy_helper.to_array(constants[name]) for name in node.input[1:3])
-        use = torch.from_numpy(values[place]), float(scale), int(zero_point)
+        use = values[place], float(scale), int(zero_point)
         found.setdefault(node.name.rpartition("_QuantizeLinear_")[0], []).append(use)
     return found
 
 
-def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+def _run(session: Any, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a session once. NumPy has no bfloat16, which goes in as its bits and comes out through DLPack."""
+    runtime = require("onnxruntime", "onnx", "Running ONNX files")
+    given = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            bits = tensor.view(torch.uint16).numpy()
+            given[name] = runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _BFLOAT16)
+        else:
+            given[name] = runtime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+    return [_tensor(value) for value in session.run_with_ort_values(None, given)]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if value.element_type() != _BFLOAT16:
+        return torch.from_numpy(value.numpy())
+    return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack()).clone()
 
 
 def _with_outputs(path: str | Path, names: Sequence[str]) -> bytes:

@@ -1,0 +1,118 @@
+"""bfloat16 operators in float32 between casts, as ONNX Runtime has next to no bfloat16 kernels on the CPU.
+
+PyTorch's own CPU kernels for bfloat16 compute in float32 and round the result, so the numbers are the same but for the
+order of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitwright.export.extras import require
+
+__all__ = ["compute_in_float32"]
+
+# They hand on values of any type, or say in an attribute what they make.
+_ANY_TYPE = {"Cast", "Constant", "Identity", "If", "Loop", "Scan"}
+
+# Which input has the type of the output, where it is not the first one; and whose output has the type of none.
+_SOURCE = {"CastLike": 1, "DequantizeLinear": 1, "Where": 1}
+_OTHER_TYPE = {"QuantizeLinear", "Shape", "Size"}
+
+
+def compute_in_float32(model: Any) -> None:
+    """Let every operator on bfloat16 values compute in float32, with results rounded to bfloat16.
+
+    Inputs, outputs and weights stay bfloat16. A model without bfloat16 stays as it is.
+
+    Args:
+        model: an ``onnx_ir.Model``; changed in place.
+    """
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    _name_types(ir, model.graph.all_nodes())
+    for number, graph in enumerate((model.graph, *model.graph.subgraphs())):
+        _Casts(ir, graph, f"_float32_{number}" if number else "_float32").insert()
+
+
+def _name_types(ir: Any, nodes: Any) -> None:
+    """Give values without a type theirs; ONNX's own inference stops at operators that know no bfloat16."""
+    for node in nodes:
+        source = node.inputs[_SOURCE.get(node.op_type, 0)] if node.inputs else None
+        for value in node.outputs:
+            if value.type is not None:
+                continue
+            if node.op_type == "Cast":
+                value.type = ir.TensorType(ir.DataType(node.attributes["to"].value))
+            elif node.op_type not in _OTHER_TYPE and source is not None:
+                value.type = source.type
+
+
+class _Casts:
+    """Puts casts around the operators of one graph, without those of the graphs inside it.
+
+    Args:
+        ir: the module ``onnx_ir``.
+        graph: the graph.
+        suffix: ends the names of values in float32; a graph may not use a name of the graph around it again.
+    """
+
+    def __init__(self, ir: Any, graph: Any, suffix: str) -> None:
+        self._ir = ir
+        self._graph = graph
+        self._suffix = suffix
+        self._widened: dict[Any, Any] = {}
+
+    def insert(self) -> None:
+        for node in list(self._graph):
+            if node.domain == "" and node.op_type in _ANY_TYPE:
+                continue
+            for index, value in enumerate(node.inputs):
+                if self._is_bfloat16(value):
+                    node.replace_input_with(index, self._wide(value, node))
+            for value in node.outputs:
+                if self._is_bfloat16(value):
+                    self._round(value, node)
+            if node.op_type == "ConstantOfShape":
+                self._widen_constant(node)
+
+    def _is_bfloat16(self, value: Any) -> bool:
+        return (
+            value is not None
+            and isinstance(value.type, self._ir.TensorType)
+            and value.dtype == self._ir.DataType.BFLOAT16
+        )
+
+    def _wide(self, value: Any, reader: Any) -> Any:
+        """A value in float32, cast in front of its first reader."""
+        if value not in self._widened:
+            node = self._cast(value, self._ir.DataType.FLOAT, f"{value.name}{self._suffix}")
+            self._graph.insert_before(reader, node)
+            self._widened[value] = node.outputs[0]
+        return self._widened[value]
+
+    def _round(self, value: Any, node: Any) -> None:
+        """Make an output float32, and let all that reads it read its rounded value, which takes its name."""
+        name = value.name
+        readers = list(value.uses())
+        cast = self._cast(value, self._ir.DataType.BFLOAT16, name)
+        rounded = cast.outputs[0]
+        value.name, value.type = f"{name}_unrounded", self._ir.TensorType(self._ir.DataType.FLOAT)
+        for reader, index in readers:
+            reader.replace_input_with(index, rounded)
+        for index, output in enumerate(self._graph.outputs):
+            if output is value:
+                self._graph.outputs[index] = rounded
+        self._graph.insert_after(node, cast)
+
+    def _cast(self, value: Any, dtype: Any, name: str) -> Any:
+        node = self._ir.node("Cast", [value], {"to": int(dtype)}, name=f"{name}_Cast")
+        node.outputs[0].name = name
+        node.outputs[0].shape, node.outputs[0].type = value.shape, self._ir.TensorType(dtype)
+        return node
+
+    def _widen_constant(self, node: Any) -> None:
+        """Make the value that ``ConstantOfShape`` repeats float32."""
+        given = node.attributes.get("value")
+        if given is not None and given.value.dtype == self._ir.DataType.BFLOAT16:
+            wide = self._ir.Tensor(given.value.numpy().astype("float32"))
+            node.attributes["value"] = self._ir.AttrTensor("value", wide)
