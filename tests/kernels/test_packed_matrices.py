@@ -51,9 +51,9 @@ def test_decoded_numbers_are_those_of_the_reference(case, dtype):
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors(), st.integers(1, 3))
+@given(tensors(), st.one_of(st.integers(1, 3), st.integers(4, 20)))
 def test_products_are_those_of_float64(case, vectors):
-    """Up to the rounding of float32 sums."""
+    """Up to the rounding of float32 sums; vectors one by one, and in groups of eight that zeros fill up."""
     parts, options, packed = case
     weight = reference.dequantize(*parts, **options, output_dtype=torch.float32).flatten(1).double()
     x = torch.randn(vectors, weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -71,6 +71,17 @@ def test_rows_are_those_of_the_whole(case, data):
     assert torch.equal(found, packed.decode()[numbers])
 
 
+def test_an_odd_number_of_rows_in_groups():
+    """The last row is computed beside itself, and nothing is written behind it."""
+    torch.manual_seed(0)
+    codes, scale = torch.randint(0, 4, (7, 64), dtype=torch.uint8), torch.rand(7, 1) + 0.1
+    grid = Grid(torch.uint2, 0, 3, "minval")
+    packed = quantized_tensor(codes, scale, None, -scale, block_size=(1, 64), grid=grid, dtype=torch.float32)
+    x = torch.randn(8, 64)
+    found = packed.matrix()._multiply_groups(x)
+    assert torch.allclose(found, x @ packed.decode().T, atol=1e-5)
+
+
 def test_several_threads_give_the_numbers_of_one():
     """More rows than one thread is given."""
     torch.manual_seed(0)
@@ -78,14 +89,14 @@ def test_several_threads_give_the_numbers_of_one():
     grid = Grid(torch.int4, -8, 7, "zp")
     packed = quantized_tensor(codes, scale, None, None, block_size=(1, 32), grid=grid, dtype=torch.float32)
     expected = (codes.float().view(1024, 16, 32) * scale[..., None]).view(1024, 512)
-    x = torch.randn(2, 512)
+    x, many = torch.randn(2, 512), torch.randn(9, 512)
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(packed.decode(), expected)
-            found.append(packed.matrix().multiply(x))
+            found.append(torch.cat([packed.matrix().multiply(x), packed.matrix().multiply(many)]))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

@@ -1,9 +1,10 @@
 """What a packed weight reads as: a tensor that is decoded when an operation wants its numbers.
 
 Linear layers that are given few vectors, as when a language model writes token after token, are bound by the bytes of
-their weights; they multiply with the codes. With more vectors, large ones decode a part after the other, which stays in
-a cache until it was multiplied with; so do products with weights that have a row for each input. Embeddings decode the
-rows that are looked up. All else sees the decoded tensor.
+their weights; they multiply with the codes, and on processors with AVX-512 so do those with 2 or 4 bits that are given
+some hundred. Others decode a part after the other, which stays in a cache until it was multiplied with; so do products
+with weights that have a row for each input. Embeddings decode the rows that are looked up. All else sees the decoded
+tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from bitwright.kernels.packed import TILE_ROWS, PackedMatrix
 __all__ = ["FEW_VECTORS", "MANY_VECTORS", "SMALL_WEIGHT", "LazyWeight"]
 
 FEW_VECTORS = 4
-"""Up to so many vectors are multiplied with the codes; for more it pays to decode the weight."""
+"""Up to so many vectors are multiplied with the codes always."""
 
 MANY_VECTORS = 256
-"""Up to so many, large weights are decoded a part after the other; for more, products with parts cost too much."""
+"""Up to so many, large weights are multiplied or decoded a part after the other; for more, that costs too much."""
 
 SMALL_WEIGHT = 1 << 16
 """Weights of fewer elements are always decoded: multiplying with codes saves nothing while they fit into a cache."""
@@ -43,16 +44,18 @@ class LazyWeight(torch.Tensor):
     Args:
         matrix: the codes.
         dtype: what they are decoded to.
+        exact: decode for more than a few vectors, so that products are those of the decoded weight bit for bit.
     """
 
     matrix: PackedMatrix
+    exact: bool
 
     @staticmethod
-    def __new__(cls, matrix: PackedMatrix, dtype: torch.dtype) -> LazyWeight:
+    def __new__(cls, matrix: PackedMatrix, dtype: torch.dtype, exact: bool = False) -> LazyWeight:
         """Make the tensor; see the class."""
         make: Any = torch.Tensor._make_wrapper_subclass
         weight: LazyWeight = make(cls, matrix.shape, dtype=dtype, device=matrix.scale.device)
-        weight.matrix = matrix
+        weight.matrix, weight.exact = matrix, exact
         return weight
 
     def decoded(self) -> torch.Tensor:
@@ -100,12 +103,16 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
         return None
     rows, length = weight.matrix.shape
     vectors = x.numel() // length
-    if vectors <= FEW_VECTORS and x.dtype == torch.float32:
+    if x.dtype == torch.float32 and vectors <= (MANY_VECTORS if _multiplies_many(weight) else FEW_VECTORS):
         y = weight.matrix.multiply(x.detach().reshape(vectors, length)).view(*x.shape[:-1], rows)
         return y if bias is None else y + bias
     if vectors > MANY_VECTORS or rows <= TILE_ROWS or not _is_plain_bias(bias, x, rows):
         return None
     return weight.matrix.linear(x.detach().reshape(vectors, length), bias).view(*x.shape[:-1], rows)
+
+
+def _multiplies_many(weight: LazyWeight) -> bool:
+    return not weight.exact and weight.matrix.multiplies_many()
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from bitwright.kernels.packed import PackedMatrix
 
 from .compress import compress_tensor
 from .lazy import LazyWeight
-from .sites import weight_sites
+from .sites import activation_simulators, weight_sites
 from .tensors import CompressedTensor, QuantizedTensor, build_tensor
 
 __all__ = ["PackedTensor", "pack_model", "pack_tensor", "replace_weight"]
@@ -30,10 +30,13 @@ class PackedTensor(nn.Module):
 
     Args:
         tensor: the compressed tensor.
+        exact: decode for more than a few vectors, also where multiplying with the codes is faster: behind quantized
+            activations another order of sums may move a code.
     """
 
-    def __init__(self, tensor: CompressedTensor[Any]) -> None:
+    def __init__(self, tensor: CompressedTensor[Any], *, exact: bool = False) -> None:
         super().__init__()
+        self.exact = exact
         self.layout = tensor.layout
         self.output_dtype = tensor.dtype
         for name, part in tensor.parts.items():
@@ -50,7 +53,7 @@ class PackedTensor(nn.Module):
         if not _traced():
             matrix = self._matrix_of_buffers()
             if matrix is not None and matrix.runs_to(self.output_dtype):
-                return LazyWeight(matrix, self.output_dtype)
+                return LazyWeight(matrix, self.output_dtype, self.exact)
         return self.tensor.decode().to(self.output_dtype)
 
     def _matrix_of_buffers(self) -> PackedMatrix | None:
@@ -146,9 +149,12 @@ def pack_model(model: nn.Module) -> nn.Module:
     Raises:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
     """
+    exact = bool(activation_simulators(model))
     packed = [(site, compress_tensor(site.tensor, site.simulators, site.name)) for site in weight_sites(model)]
     for site, tensor in packed:
         module: nn.Module | None = None
         for path, attribute in site.owners:
-            module = pack_tensor(model.get_submodule(path), attribute, tensor, module)
+            if module is None:
+                module = PackedTensor(tensor, exact=exact)
+            pack_tensor(model.get_submodule(path), attribute, tensor, module)
     return model.eval()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.artifact import CompressedTensor, PackedTensor
+from bitwright.artifact.sites import simulators_in
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .arithmetic import ArithmeticActivation, fits_arithmetic
@@ -32,7 +33,8 @@ def packed_copy(model: nn.Module) -> nn.Module:
     computes what the prepared model computes, bit for bit; batch norms that graph mode folds are folded. On the CPU,
     large linear layers that are given up to four vectors multiply with the codes: that saves reading the decoded
     weight, and adds in another order, about 120 dB from the prepared model. With up to 256 vectors they decode a part
-    of the weight at a time.
+    of the weight at a time; but with 2 or 4 bits, on processors with AVX-512, they multiply with the codes then too,
+    unless activations are quantized, whose codes another order of sums may move.
 
     Args:
         model: prepared in eager or graph mode; not changed. Tensors that compression does not touch are shared.
@@ -41,7 +43,12 @@ def packed_copy(model: nn.Module) -> nn.Module:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
             not calibrated.
     """
-    return lower(model, _weight, _activation).model.eval()
+    lowered = lower(model, _weight, _activation)
+    exact = bool(lowered.activations or simulators_in(lowered.model))
+    for module in lowered.model.modules():
+        if isinstance(module, PackedTensor):
+            module.exact = exact
+    return lowered.model.eval()
 
 
 def export_torch(

@@ -54,6 +54,7 @@ def unsupported_reason() -> str | None:
     return None
 
 
+@functools.cache
 def has_feature(name: str) -> bool:
     """Return whether the processor has a feature, by LLVM's name for it."""
     return bool(llvmlite.binding.get_host_cpu_features().get(name, False))

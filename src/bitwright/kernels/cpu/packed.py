@@ -30,7 +30,7 @@ from .lanes import (
 )
 from .walking import element_bytes, first_part, next_part
 
-__all__ = ["decode_packed_part", "multiply_packed_part"]
+__all__ = ["decode_packed_part", "multiply_packed_part", "offset_of", "plane"]
 
 
 @inlined
