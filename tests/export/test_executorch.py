@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,13 @@ from torch import nn
 pytest.importorskip("executorch.exir")
 
 from bitwright.export.executorch import export_executorch, run_executorch
-from bitwright.quantization import QuantizationSpec
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerTokenGranularity
 from tests.measures import sqnr
 
 from .models import CHANNEL, W8, ConvNet, Mlp, blocks, built, prepared
 
+TOKEN = PerTokenGranularity()
 ACTIVATIONS = {
     "none": None,
     "int8 asymmetric": QuantizationSpec(qscheme="asymmetric"),
@@ -116,6 +120,150 @@ def test_int8_weights_beside_float_activations(spec, tmp_path):
     _, ready = prepared(model, x, spec, mode="graph")
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
     assert sqnr(ready(x), found) > 100
+
+
+DYNAMIC = {
+    "int8 per token": QuantizationSpec(granularity=TOKEN, qparam_calculator_cls="dynamic"),
+    "uint8 per token, asymmetric": QuantizationSpec(
+        dtype="uint8", qscheme="asymmetric", granularity=TOKEN, qparam_calculator_cls="dynamic"
+    ),
+    "uint8 per tensor": QuantizationSpec(dtype="uint8", qparam_calculator_cls="dynamic"),
+    "int8 per tensor, asymmetric": QuantizationSpec(qscheme="asymmetric", qparam_calculator_cls="dynamic"),
+    "int4 per token": QuantizationSpec(dtype="int4", granularity=TOKEN, qparam_calculator_cls="dynamic"),
+    "uint5 per tensor, asymmetric": QuantizationSpec(
+        dtype="uint5", qscheme="asymmetric", qparam_calculator_cls="dynamic"
+    ),
+}
+LEFT_TO_OTHERS = (b"aten::addmm", b"aten::mm", b"aten::linear", b"quantized_decomposed::")
+
+
+def _inputs_quantized(model, x, weight, activation, mode="eager"):
+    """A copy of ``model`` whose linear layers have quantized weights and inputs."""
+    module = ModuleQuantizerConfig(
+        op_state_spec={"weight": weight}, op_input_spec={"*": activation}, op_output_spec=None
+    )
+    config = QuantizerConfig(global_config=None, module_type_configs={nn.Linear: module}, execution_mode=mode)
+    return Quantizer(copy.deepcopy(model), config).prepare((x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "mode"),
+    [
+        ("int8 per token", "int4", "eager"),
+        ("uint8 per token, asymmetric", "int8", "graph"),
+        ("int8 per tensor, asymmetric", "int8", "eager"),
+        *(
+            pytest.param(name, weight, mode, marks=pytest.mark.slow)
+            for name in DYNAMIC
+            for weight in ("int8", "int4")
+            for mode in ("eager", "graph")
+        ),
+    ],
+)
+def test_linear_layers_quantize_dynamic_activations(name, weight, mode, tmp_path):
+    """In XNNPACK alone, with the simulator's codes also where the largest value lies half-way between two of them."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 48, bias=weight == "int8").eval(), torch.randn(5, 40, 32)
+    ready = _inputs_quantized(model, x, QuantizationSpec(dtype=weight, granularity=CHANNEL), DYNAMIC[name], mode)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > 100
+    assert not [op for op in LEFT_TO_OTHERS if op in path.read_bytes()]
+
+
+def test_int4_weights_of_dynamic_layers_take_half_a_byte(tmp_path):
+    model, x = nn.Linear(256, 256).eval(), torch.randn(2, 256)
+    weight = QuantizationSpec(dtype="int4", granularity=CHANNEL)
+    ready = _inputs_quantized(model, x, weight, DYNAMIC["int8 per token"])
+    assert export_executorch(ready, (x,), tmp_path / "m.pte").stat().st_size < 0.75 * 256 * 256
+
+
+def test_rows_of_zeros_and_of_one_sign(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 8).eval(), torch.rand(6, 16)
+    x[1], x[2], x[3] = 0, -x[2], 1e-9
+    for spec in (DYNAMIC["int8 per token"], DYNAMIC["uint8 per token, asymmetric"]):
+        ready = _inputs_quantized(model, x, W8, spec)
+        (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+        assert sqnr(ready(x), found) > 100
+
+
+class Mixed(nn.Module):
+    """Layers with calibrated int8, with int8 found at run time, called twice, and in floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 16, 3, padding=1)
+        self.first, self.again, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)).transpose(1, 2)
+        x = self.again(torch.tanh(self.again(self.first(x))))
+        return self.last(x + x.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "graph"])
+def test_dynamic_layers_beside_calibrated_and_float_ones(mode, tmp_path, caplog):
+    torch.manual_seed(0)
+    model, x = Mixed().eval(), torch.randn(2, 4, 9)
+    static, dynamic = QuantizationSpec(qscheme="asymmetric"), DYNAMIC["uint8 per token, asymmetric"]
+    weight = {"weight": W8}
+    linear = ModuleQuantizerConfig(op_state_spec=weight, op_input_spec={"*": dynamic}, op_output_spec=None)
+    conv = ModuleQuantizerConfig(op_state_spec=weight, op_input_spec={"*": static}, op_output_spec={"*": static})
+    config = QuantizerConfig(
+        global_config=None,
+        module_name_configs={"first": linear, "again": linear, "conv": conv},
+        execution_mode=mode,
+    )
+    quantizer = Quantizer(model, config)
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > 60
+    assert b"aten::addmm" not in path.read_bytes()
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
+class Activated(nn.Module):
+    """A sum that reads what is quantized at run time, and a layer whose weight is another's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.table(x)) + self.table(x)
+
+
+def test_dynamic_activations_of_other_readers_are_arithmetic(tmp_path):
+    torch.manual_seed(0)
+    model, x = Activated().eval(), torch.randint(0, 16, (2, 5))
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_state_spec={"weight": W8}, op_input_spec={"*": DYNAMIC["int8 per token"]}, op_output_spec=None
+        ),
+        execution_mode="graph",
+    )
+    ready = Quantizer(model, config).prepare((x,))
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100
+
+
+def test_int8_weights_with_a_bias_beside_floats_run_in_xnnpack(tmp_path):
+    """The weight stays one byte each in the file, and its floats are made a layer at a time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval()
+    x = torch.randn(2, 3, 256)
+    _, ready = prepared(model, x, W8)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > 110
+    assert path.stat().st_size < 1.3 * 2 * 256 * 256
+    assert b"aten::addmm" not in path.read_bytes()
 
 
 def test_fp8_activations_are_refused_by_name(tmp_path):

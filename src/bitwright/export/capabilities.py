@@ -185,7 +185,11 @@ def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
     from .executorch import stays_int8
 
     packed = stays_int8(tensor)
-    return Support(Form.PACKED) if packed else Support(Form.DENSE, "it packs symmetric int8 per tensor or channel only")
+    return (
+        Support(Form.PACKED)
+        if packed
+        else Support(Form.DENSE, "it packs symmetric signed integers, per tensor or channel; in convolutions int8")
+    )
 
 
 def _compressed_tensors_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
@@ -243,13 +247,11 @@ def _coreml_activation(simulator: FakeQuantizeImplBase) -> Support:
 
 
 def _executorch_activation(simulator: FakeQuantizeImplBase) -> Support:
+    from .executorch.activations import activation_form
+
     if simulator.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return Support(Form.REFUSED, "ExecuTorch has no FP8 numbers")
-    support = _as_arithmetic(simulator)
-    grid = simulator._current_grid()
-    whole = grid.is_integer and (grid.quant_min, grid.quant_max) in ((-128, 127), (0, 255)) and grid.formulation == "zp"
-    per_tensor = type(simulator.granularity).__name__ == "PerTensorGranularity"
-    return Support(Form.PACKED) if whole and per_tensor and not simulator.is_stateless else support
+    return _as_arithmetic(simulator) if activation_form(simulator) == "arithmetic" else Support(Form.PACKED)
 
 
 _ACTIVATIONS = {

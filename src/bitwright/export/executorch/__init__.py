@@ -1,0 +1,9 @@
+"""ExecuTorch: a ``.pte`` file whose quantized layers run in XNNPACK."""
+
+from __future__ import annotations
+
+from .exporter import export_executorch
+from .runtime import run_executorch
+from .weights import stays_int8
+
+__all__ = ["export_executorch", "run_executorch", "stays_int8"]

@@ -1,0 +1,124 @@
+"""Writing ExecuTorch programs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from bitwright.artifact import CompressedTensor
+from bitwright.artifact.sites import activation_simulators
+from bitwright.export.conversion import ConversionError, captured, converting
+from bitwright.export.extras import require
+from bitwright.export.lowering import lower
+
+from .activations import ActivationStandIns, activation_form, saturates_as_int8
+from .graph import dequantize_for_each_reader, dequantize_in_floats
+from .layers import lower_dynamic_activations, multiply_by_codes
+from .runtime import check
+from .weights import dense_weight, int8_weight
+
+__all__ = ["export_executorch"]
+
+_Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], dict[str, Any] | None]
+
+_logger = logging.getLogger(__name__)
+
+
+def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: str | Path) -> Path:
+    """Write a prepared model as an ExecuTorch program.
+
+    Symmetric per-tensor and per-channel integer weights and per-tensor int8 activations become the quantize and
+    dequantize ops that XNNPACK fuses into its int8 kernels. Activations whose parameters are computed at run time, per
+    tensor or per token, are quantized by the linear layers that read them, with int8 or int4 weights. Other weights are
+    stored dense with their decoded values. Where one calibrated activation does not fill int8 (fewer bits, a clipped
+    range, per channel), all of them are written as the arithmetic of their simulation, because XNNPACK rejects layers
+    that are int8 on one side only: as exact, but not as fast. The file is run once; where XNNPACK refuses it or
+    computes something else, it is given less of the model.
+
+    Args:
+        model: prepared in eager or graph mode; not changed.
+        example_inputs: positional inputs.
+        path: the file to write.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingExtraError: ExecuTorch is not installed.
+        ValueError: an activation has no form there.
+        ConversionError: torch.export or ExecuTorch cannot take the model.
+        ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+    """
+    require("executorch.exir", "executorch", "Export to ExecuTorch")
+    importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers the quantized_decomposed ops
+    # What XNNPACK leaves over runs on these kernels.
+    require("executorch.kernels.quantized", "executorch", "Export to ExecuTorch")
+    simulators = list(activation_simulators(model).values())
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    ways: tuple[_Way, ...] = (
+        ("int8 weights, whole sub-graphs for XNNPACK", int8_weight, {}),
+        ("int8 weights, single ops for XNNPACK", int8_weight, {"per_op_mode": True}),
+        ("dense weights, whole sub-graphs for XNNPACK", dense_weight, {}),
+        ("dense weights, nothing for XNNPACK", dense_weight, None),
+    )
+    exact = not simulators and all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
+    for number, (what, weight, options) in enumerate(ways):
+        try:
+            program, by_codes = _program(model, example_inputs, weight)
+            with converting("ExecuTorch"):
+                target.write_bytes(_lowered(program, [] if options is None else _partitioners(by_codes, **options)))
+                check(target, program, example_inputs, 60 if exact else 15)
+        except ConversionError as error:
+            target.unlink(missing_ok=True)
+            if number + 1 == len(ways):
+                raise
+            _logger.warning("%s did not work (%s); next: %s.", what, error, ways[number + 1][0])
+        else:
+            break
+    return target
+
+
+def _program(
+    model: nn.Module, example_inputs: tuple[Any, ...], weight: Callable[[str, CompressedTensor[Any]], nn.Module]
+) -> tuple[torch.export.ExportedProgram, bool]:
+    """What is to be written, and whether layers multiply with a weight that is computed from codes."""
+    simulators = activation_simulators(model).values()
+    calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
+    activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
+    program = captured(lower(model, weight, activations).model.eval(), example_inputs)
+    dequantize_for_each_reader(program.graph_module)
+    dequantize_in_floats(program.graph_module)
+    lower_dynamic_activations(program, activations.dynamic)
+    return program, multiply_by_codes(program)
+
+
+def _partitioners(by_codes: bool, **options: Any) -> list[Any]:
+    """XNNPACK's partitioner, and one for layers whose weight is computed, which the first does not take."""
+    xnnpack = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch", "Export to ExecuTorch")
+    partitioners = [xnnpack.XnnpackPartitioner(**options)]
+    if by_codes:
+        package = "executorch.backends.xnnpack.partition.config"
+        gemm, precisions = (importlib.import_module(f"{package}.{name}") for name in ("gemm_configs", "xnnpack_config"))
+        partitioners.append(
+            xnnpack.XnnpackPartitioner(
+                configs=[gemm.LinearConfig, gemm.AddmmConfig, gemm.MMConfig],
+                config_precisions=precisions.ConfigPrecisionType.FP32,
+                force_non_static_weights_for_f32_linear=True,
+                **options,
+            )
+        )
+    return partitioners
+
+
+def _lowered(program: torch.export.ExportedProgram, partitioners: list[Any]) -> bytes:
+    exir = importlib.import_module("executorch.exir")
+    edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
+    content: bytes = edge.to_executorch().buffer
+    return content

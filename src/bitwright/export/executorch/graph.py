@@ -1,0 +1,75 @@
+"""Rewriting exported programs so that XNNPACK's partitioner takes what XNNPACK runs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["DEQUANTIZE", "DEQUANTIZE_CHANNELS", "call", "dequantize_for_each_reader", "dequantize_in_floats", "op_name"]
+
+DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
+_QUANTIZE = "quantized_decomposed::quantize_per_tensor"
+_PRODUCTS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
+_FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
+"""Ops that XNNPACK does in the layer in front of them."""
+
+
+def dequantize_for_each_reader(module: fx.GraphModule) -> None:
+    """Give every reader of a dequantized tensor a node of its own.
+
+    XNNPACK's partitioner joins ops that share one to a single sub-graph, through whatever other op stands between
+    them, and then finds that it has made a cycle.
+    """
+    for node in list(module.graph.nodes):
+        if op_name(node) not in (DEQUANTIZE, DEQUANTIZE_CHANNELS):
+            continue
+        for user in list(node.users)[1:]:
+            with module.graph.inserting_before(user):
+                user.replace_input_with(node, module.graph.node_copy(node))
+    module.recompile()
+
+
+def dequantize_in_floats(module: fx.GraphModule) -> None:
+    """Dequantize by arithmetic what goes into a layer whose output is not quantized at once.
+
+    XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
+    one side only, and its runtime then refuses the file.
+    """
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        users = list(node.users)
+        if op_name(node) != DEQUANTIZE or not users or not op_name(users[0]).startswith(_PRODUCTS):
+            continue
+        if _is_quantized_at_once(users[0]):
+            continue
+        codes, scale, zero_point = node.args[:3]
+        with module.graph.inserting_before(node):
+            value = call(module.graph, aten._to_copy.default, codes, dtype=torch.float32)
+            value = call(module.graph, aten.sub.Tensor, value, zero_point)
+            value = call(module.graph, aten.mul.Tensor, value, scale)
+        node.replace_all_uses_with(value)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _is_quantized_at_once(node: fx.Node) -> bool:
+    """Whether all readers of a layer quantize its output, behind what XNNPACK fuses with it."""
+    readers = list(node.users)
+    if len(readers) == 1 and op_name(readers[0]).startswith(_FUSED):
+        return _is_quantized_at_once(readers[0])
+    return all(op_name(reader) == _QUANTIZE for reader in readers)
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of an op, like ``aten::linear``; empty for other nodes."""
+    return str(getattr(node.target, "name", str)()) if node.op == "call_function" else ""
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call, with the shape that it gives."""
+    node = graph.call_function(target, args, kwargs)
+    shapes: Any = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    node.meta["val"] = target(*shapes[0], **shapes[1])
+    return node

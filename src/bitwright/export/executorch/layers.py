@@ -1,0 +1,169 @@
+"""Linear layers on activations that are quantized at run time or not at all."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .activations import DynamicActivation
+from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, op_name
+
+__all__ = ["lower_dynamic_activations", "multiply_by_codes"]
+
+_ops = torch.ops.quantized_decomposed
+_MARKER = "bitwright::dynamic_activation"
+_INTEGERS = (DEQUANTIZE, "quantized_decomposed::dequantize_per_token")
+_RANGE = (-128, 127, torch.int8)
+_INT4 = (-8, 7)
+
+
+def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str, DynamicActivation]) -> None:
+    """Write activations that are quantized at run time in the form of each reader.
+
+    A linear layer with a constant weight of one scale for each output quantizes row by row in XNNPACK; see
+    :meth:`DynamicActivation.with_range`. Other readers get plain arithmetic.
+
+    Args:
+        program: changed in place.
+        activations: by the name in their op.
+    """
+    markers = [node for node in program.graph.nodes if op_name(node) == _MARKER]
+    found = {node: activations[str(node.args[1])] for node in markers}
+    layers = _layers(program, found)
+    for codes in {_codes(layer): None for layer in layers}:
+        _set_weight(program, codes, layers, found)
+    for node, activation in found.items():
+        x: Any = node.args[0]
+        rows = [user for user in node.users if user in layers]
+        with program.graph.inserting_before(node):
+            if rows:
+                wide = x if _is_plain(node, activation) else _inlined(program.graph, activation.with_range, x)
+            if len(rows) < len(node.users):
+                plain = _inlined(program.graph, activation.arithmetic, x)
+        for user in list(node.users):
+            with program.graph.inserting_before(user):
+                user.replace_input_with(node, _by_rows(program.graph, wide) if user in layers else plain)
+        program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def multiply_by_codes(program: ExportedProgram) -> bool:
+    """Scale the output of linear layers, not their weight, where int8 weights meet float activations.
+
+    XNNPACK has no product of floats with int8 weights that its partitioner takes. It does convert codes to floats, one
+    scale for all of them, and it multiplies with a weight that is computed.
+
+    Args:
+        program: changed in place.
+
+    Returns:
+        Whether there is such a layer.
+    """
+    graph, aten = program.graph, torch.ops.aten
+    found = False
+    for node in list(graph.nodes):
+        weight = _weight(node)
+        if weight is None or op_name(node.args[0]) in _INTEGERS:
+            continue
+        found = True
+        with graph.inserting_before(node):
+            codes = call(graph, _ops.dequantize_per_tensor.default, weight.args[0], 1.0, 0, *_RANGE)
+            product = call(graph, aten.linear.default, node.args[0], codes)
+            product = call(graph, aten.mul.Tensor, product, weight.args[1])
+            if len(node.args) > 2 and node.args[2] is not None:
+                product = call(graph, aten.add.Tensor, product, node.args[2])
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+        product._rename(node.name)  # the program's signature calls outputs by it
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return found
+
+
+def _weight(node: fx.Node) -> fx.Node | None:
+    """The dequantized weight of a linear layer, where each output has a scale."""
+    if op_name(node) != "aten::linear":
+        return None
+    weight: Any = node.args[1]
+    fits = op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 0 and weight.args[0].op == "placeholder"
+    return weight if fits else None
+
+
+def _codes(layer: fx.Node) -> fx.Node:
+    codes: fx.Node = layer.args[1].args[0]  # type: ignore[union-attr, assignment]
+    return codes
+
+
+def _is_plain(marker: fx.Node, activation: DynamicActivation) -> bool:
+    return activation.is_found_by_xnnpack(marker.meta["val"].shape)
+
+
+def _layers(program: ExportedProgram, found: Mapping[fx.Node, DynamicActivation]) -> set[fx.Node]:
+    """The linear layers that can quantize what they read; all readers of a weight, or none of them."""
+    layers: set[fx.Node] = set()
+    by_codes: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if _weight(node) is not None:
+            by_codes.setdefault(_codes(node), []).append(node)
+    for codes, readers in by_codes.items():
+        alone = len(codes.users) == len(readers) and all(len(user.users) == 1 for user in codes.users)
+        read = [_read(node) for node in readers]
+        whole = all(node in found for node in read) and all(_fits(program, node) for node in readers)
+        if alone and whole and len({_is_plain(node, found[node]) for node in read}) == 1:
+            layers.update(readers)
+    return layers
+
+
+def _read(layer: fx.Node) -> fx.Node:
+    x: fx.Node = layer.args[0]  # type: ignore[assignment]
+    return x
+
+
+def _fits(program: ExportedProgram, layer: fx.Node) -> bool:
+    """Whether a layer reads floats, and has a constant bias or none."""
+    x = _read(layer)
+    bias: Any = layer.args[2] if len(layer.args) > 2 else None
+    constants = program.graph_signature.inputs_to_parameters | program.graph_signature.inputs_to_buffers
+    if x.meta["val"].dtype != torch.float32 or layer.args.count(x) > 1:
+        return False
+    return bias is None or (isinstance(bias, fx.Node) and bias.name in constants)
+
+
+def _set_weight(
+    program: ExportedProgram, codes: fx.Node, layers: set[fx.Node], found: Mapping[fx.Node, DynamicActivation]
+) -> None:
+    """Give a weight the columns of zeros that its activation's range is multiplied with, and its range of codes."""
+    name = program.graph_signature.inputs_to_buffers[codes.name]
+    values = program.state_dict[name]
+    small = bool(((values >= _INT4[0]) & (values <= _INT4[1])).all())
+    readers = [reader for user in codes.users for reader in user.users]
+    marker = _read(readers[0])
+    if not _is_plain(marker, found[marker]):
+        program.state_dict[name] = torch.nn.functional.pad(values, (0, 2))
+        codes.meta["val"] = torch.nn.functional.pad(codes.meta["val"], (0, 2))
+    for weight in list(codes.users):
+        lowest, highest = _INT4 if small else _RANGE[:2]
+        weight.args = (*weight.args[:4], lowest, highest, *weight.args[6:])
+        weight.meta["val"] = torch.empty_like(codes.meta["val"], dtype=torch.float32)
+
+
+def _by_rows(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Quantize and dequantize by what XNNPACK takes for its own rows."""
+    chosen = call(graph, _ops.choose_qparams_per_token_asymmetric.default, x, torch.int8)
+    scale, zero_point = (call(graph, operator.getitem, chosen, index) for index in (0, 1))
+    codes = call(graph, _ops.quantize_per_token.default, x, scale, zero_point, *_RANGE)
+    return call(graph, _ops.dequantize_per_token.default, codes, scale, zero_point, *_RANGE, torch.float32)
+
+
+def _inlined(graph: fx.Graph, function: Callable[[torch.Tensor], torch.Tensor], x: fx.Node) -> fx.Node:
+    traced = make_fx(lambda value: function(value))(x.meta["val"])  # it cannot count the arguments of a method
+    (argument,) = traced.graph.find_nodes(op="placeholder")
+    value = graph.graph_copy(traced.graph, {argument: x})
+    assert isinstance(value, fx.Node)
+    return value
