@@ -184,6 +184,8 @@ def _coreml_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
 def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
     from .executorch import stays_int8
 
+    if len(tensor.shape) > 4:
+        return Support(Form.REFUSED, "ExecuTorch has no kernels for convolutions in three dimensions")
     packed = stays_int8(tensor)
     return (
         Support(Form.PACKED)

@@ -18,7 +18,7 @@ from bitwright.export.extras import require
 from bitwright.export.lowering import lower
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
-from .graph import dequantize_for_each_reader, dequantize_in_floats
+from .graph import check_convolutions, dequantize_for_each_reader, dequantize_in_floats
 from .layers import lower_dynamic_activations, multiply_by_codes
 from .runtime import check
 from .weights import dense_weight, int8_weight
@@ -51,7 +51,7 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
 
     Raises:
         MissingExtraError: ExecuTorch is not installed.
-        ValueError: an activation has no form there.
+        ValueError: an activation has no form there, or the model convolves in three dimensions.
         ConversionError: torch.export or ExecuTorch cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
@@ -93,6 +93,7 @@ def _program(
     calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = captured(lower(model, weight, activations).model.eval(), example_inputs)
+    check_convolutions(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     dequantize_in_floats(program.graph_module)
     lower_dynamic_activations(program, activations.dynamic)

@@ -7,13 +7,36 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["DEQUANTIZE", "DEQUANTIZE_CHANNELS", "call", "dequantize_for_each_reader", "dequantize_in_floats", "op_name"]
+__all__ = [
+    "DEQUANTIZE",
+    "DEQUANTIZE_CHANNELS",
+    "call",
+    "check_convolutions",
+    "dequantize_for_each_reader",
+    "dequantize_in_floats",
+    "op_name",
+]
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
 _QUANTIZE = "quantized_decomposed::quantize_per_tensor"
 _PRODUCTS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
 _FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
 """Ops that XNNPACK does in the layer in front of them."""
+
+
+def check_convolutions(module: fx.GraphModule) -> None:
+    """Refuse what no kernel of ExecuTorch computes.
+
+    Raises:
+        ValueError: the model convolves in three dimensions.
+    """
+    nodes = [node for node in module.graph.nodes if op_name(node).startswith("aten::conv")]
+    solid = [node.name for node in nodes if node.args[1].meta["val"].ndim > 4]
+    if solid:
+        raise ValueError(
+            f"ExecuTorch has no kernels for convolutions in three dimensions: {', '.join(solid)}. Its runtime would "
+            "refuse the file with error 0x12; export the model without these layers."
+        )
 
 
 def dequantize_for_each_reader(module: fx.GraphModule) -> None:
