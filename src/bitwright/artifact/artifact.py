@@ -220,7 +220,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Give a float model the packed weights, which are decoded on use.
 
         Args:
-            model: as in :meth:`load_into`; may be on the meta device. Changed in place: its compressed parameters
+            model: as in :meth:`load_into`; may be on the meta device, where buffers that no state dict holds
+                (``persistent=False``) stay and want values before it runs. Changed in place: its compressed parameters
                 become packed buffers, the others are copied.
 
         Returns:
