@@ -124,8 +124,9 @@ def trained(name: str, mode: str, plainly: bool) -> list[torch.Tensor | None]:
 def test_overwritten_tensors_are_needed_by_nobody(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training with direct calls is plain training, however small the tensors are that they overwrite or take."""
     monkeypatch.setattr(direct_calls, "_WORTH_ASKING", 1)
-    for place in ("memory.LARGE", "ready.SMALL", "fused.SMALL"):
-        monkeypatch.setattr(f"bitwright.kernels.cpu.{place}", 1)
+    for place in ("cpu.memory.LARGE", "cpu.ready.SMALL", "cpu.fused.SMALL", "many.SMALL"):
+        monkeypatch.setattr(f"bitwright.kernels.{place}", 1)
+    monkeypatch.setattr("bitwright.kernels.many.LARGEST_OF_MANY", 0)
     for direct, plain in zip(*(trained(name, mode, plainly) for plainly in (False, True)), strict=True):
         assert (direct is None) == (plain is None)
         assert direct is None or torch.equal(direct, plain)

@@ -57,7 +57,7 @@ def test_as_the_reference(data: st.DataObject, drawn: list[tuple[Case, bool, boo
     ]
     leaves = [case.x.detach().clone().requires_grad_(gradient) for case, _, gradient in drawn]
     if data.draw(st.booleans(), label="one by one"):
-        results = [task.run_small(leaf) for task, leaf in zip(tasks, leaves, strict=True)]
+        results = [task.run(leaf) for task, leaf in zip(tasks, leaves, strict=True)]
         alone = fake_quantize_many(leaves, tasks)
         results = [other if y is None else y for y, other in zip(results, alone, strict=True)]
     else:
@@ -162,7 +162,44 @@ def test_a_task_follows_its_tensor() -> None:
         right = reference.fake_quantize(given_x, *made, block_size=(4, 16), grid=INT8)
         assert_same(fake_quantize_many([given_x], [task])[0], right)
     made[0].data = torch.tensor(0.5)
-    assert_same(task.run_small(x), reference.fake_quantize(x, *made, block_size=(4, 16), grid=INT8))
+    assert_same(task.run(x), reference.fake_quantize(x, *made, block_size=(4, 16), grid=INT8))
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("shape", [(384, 384), (2, 131072), (131072,)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_tensors(threads: int, shape: tuple[int, ...], observed: bool) -> None:
+    """Per row, whose pass over memory is one, in blocks of a row, and whole."""
+    torch.manual_seed(0)
+    x, gradient = torch.randn(shape), torch.randn(shape)
+    blocks = {(1,) * (len(shape) - 1) + (length,) for length in (shape[-1], 64)} | {shape}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for block_size in blocks:
+            case = Case(x, gradient, block_size, INT8, "symmetric", None)
+            made = parameters(case)
+            wanted = [expected(case, made, observed, wants) for wants in (False, True)]
+            kept = copied(made)
+            task = Task(kept, block_size, INT8, "symmetric" if observed else None)
+            for wants, right in zip((False, True), wanted, strict=True):
+                leaf = x.clone().requires_grad_(wants)
+                versions = [t._version for t in kept]
+                y = task.run(leaf)
+                if wants:
+                    y.backward(gradient)
+                for found, known in zip((y.detach(), leaf.grad, *kept), right, strict=True):
+                    assert found is known is None or torch.equal(found, known)
+                assert [t._version > old for t, old in zip(kept, versions, strict=True)] == [observed] * 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_scale_for_several_blocks_is_not_chosen() -> None:
+    made = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1)
+    for x in (torch.randn(4, 16), torch.randn(4, 1 << 17)):
+        with pytest.raises(ValueError, match="One scale cannot hold what is chosen for 4 blocks"):
+            Task(made, (1, x.shape[1]), INT8, "symmetric").run(x)
 
 
 def test_forms() -> None:

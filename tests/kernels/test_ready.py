@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwright.kernels import Grid, reference
+from bitwright.kernels import Grid, reference, release_idle_memory
 from bitwright.kernels.dispatch import fake_quantize, ready_call, take_snapshot
 
 from .kernel_comparing import assert_same
@@ -22,6 +22,7 @@ from .kernel_strategies import Case, cases
 
 ready = pytest.importorskip("bitwright.kernels.cpu.ready")
 memory = pytest.importorskip("bitwright.kernels.cpu.memory")
+threads_module = pytest.importorskip("bitwright.kernels.cpu.threads")
 more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), deadline=None)
 
 
@@ -139,6 +140,43 @@ def test_prepared_observation_of_large_tensors(
             assert_same(call.observe_and_run(x, restart), expected)
             for known, found in zip(*states, strict=True):
                 assert_same(found, known)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("unneeded", [False, True])
+@pytest.mark.parametrize("block", [(300, 500), (1, 500), (300, 1), (1, 20)])
+@pytest.mark.parametrize("threads", ["1", "2", "own"])
+def test_a_large_tensor_is_observed_and_quantized_in_one_call(
+    threads: str, block: tuple[int, int], unneeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results, gradients, ranges and parameters of a ReLU's result over some steps; by torch's threads or our own."""
+    torch.manual_seed(2)
+    grid = Grid(torch.uint8, 0, 255, formulation="zp")
+    tensors = [torch.randn(300, 500) * scale for scale in (1, 3, 2)]
+    low, high = reference.min_max(tensors[0], block)
+    made = reference.choose_qparams(low, high, grid=grid, scheme="asymmetric", scale_dtype=None)
+    states = [[None if t is None else t.clone() for t in (low, high, *made)] for _ in range(2)]
+    options = {"block_size": block, "grid": grid, "scheme": "asymmetric", "averaging_constant": 0.2}
+    if threads == "own":
+        monkeypatch.setattr(threads_module, "team_runs", lambda: False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if threads == "1" else 4)
+    try:
+        mine = states[1]
+        call = ready_call(tensors[0], tuple(mine[2:]), running=(mine[0], mine[1]), **options)
+        for x in tensors:
+            results = []
+            for run in (
+                lambda t: reference.observe_running_and_fake_quantize(t, *states[0], **options),
+                lambda t: call.run_with_gradient(t, unneeded, True),
+            ):
+                leaf = x.clone().requires_grad_()
+                y = run(torch.relu(leaf - 0.1))
+                (y * x).sum().backward()
+                results.append((y.detach().clone(), leaf.grad))
+            for expected, found in (*zip(*results, strict=True), *zip(*states, strict=True)):
+                assert_same(found, expected)
     finally:
         torch.set_num_threads(before)
 
@@ -283,6 +321,26 @@ def test_small_pieces_share_blocks_and_never_memory() -> None:
     before = memory.idle_bytes()
     pieces.clear()
     assert memory.idle_bytes() > before
+
+
+def test_a_backward_pass_gives_back_what_the_last_step_had_no_use_for() -> None:
+    """Neither the backward pass before nor the forward pass after it; what one of them used is kept."""
+    release_idle_memory()
+    assert memory.idle_bytes() == 0
+    x = torch.empty(1 << 18)
+
+    def step(*sizes: int) -> int:
+        memory.result_from(x)
+        held = [memory.empty_like(torch.empty(size)) for size in sizes]
+        memory.forget_sources()
+        memory.empty_like(torch.empty(5 << 18))
+        del held
+        return int(memory.idle_bytes()) >> 20
+
+    assert step(2 << 18, 3 << 18) == 1 + 2 + 3 + 5 + 1  # two of the sizes are rounded up to huge pages
+    assert step(2 << 18) == 1 + 2 + 5 + 1
+    assert step(2 << 18) == 1 + 2 + 5 + 1
+    assert step() == 1 + 5 + 1
 
 
 def test_large_results_are_like_any_other() -> None:

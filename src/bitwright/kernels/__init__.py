@@ -11,6 +11,7 @@ from .dispatch import (
     observe_and_fake_quantize,
     observe_running_and_fake_quantize,
     quantize,
+    release_idle_memory,
     set_form,
 )
 from .grid import Grid, block_counts
@@ -32,6 +33,7 @@ __all__ = [
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",
     "quantize",
+    "release_idle_memory",
     "saved_as_codes",
     "set_form",
 ]

@@ -32,6 +32,7 @@ __all__ = [
     "observe_running_and_fake_quantize",
     "quantize",
     "ready_call",
+    "release_idle_memory",
     "set_form",
     "take_snapshot",
     "undisturbed",
@@ -140,6 +141,19 @@ def ready_call(
     from .cpu import ready
 
     return ready.ReadyCall(x, made, **options) if ready.suits(x, made, options.get("running")) else None
+
+
+def release_idle_memory() -> None:
+    """Give the memory that the CPU kernels keep for later results back to the system.
+
+    At most ``BITWRIGHT_IDLE_MEGABYTES`` (256) MiB are kept, most of it by training, whose next step uses it again.
+    """
+    if _cpu_form() is reference:
+        return
+    from .cpu import memory
+
+    memory.forget_sources()
+    memory.release_idle()
 
 
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:

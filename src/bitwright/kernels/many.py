@@ -10,15 +10,16 @@ from torch.compiler import is_compiling
 
 from . import dispatch, reference
 from .grid import Grid
+from .layout import SMALL
 from .saved import mark, marking
 
 __all__ = ["LARGEST", "LARGEST_OF_MANY", "Task", "fake_quantize_many", "quantized_small"]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
-# Larger tensors are left to the kernels for one tensor: a copy, for the node in the graph, would take what is saved.
-# Above the second number of elements company brings no gain: until a tensor is used it has left the cache.
-LARGEST = 1 << 16
+# Larger tensors are left to the kernels for one tensor, which do not observe anew what has not changed. Above the
+# second number of elements company brings no gain: until a tensor is used it has left the cache.
+LARGEST = 1 << 20
 LARGEST_OF_MANY = 1 << 14
 
 _STRIDED = torch.strided
@@ -58,7 +59,7 @@ class Task:
         self._key: tuple[Any, ...] | None = None
         self._call: Any = None
 
-    def run_small(self, x: torch.Tensor) -> torch.Tensor | None:
+    def run(self, x: torch.Tensor) -> torch.Tensor | None:
         """Fake-quantize one tensor by a prepared call; None if there is none for such tensors.
 
         No mode or transform of torch is in force (``dispatch.undisturbed``).
@@ -70,7 +71,7 @@ class Task:
         return self._marked(y) if marking(y) else y
 
     def _prepared(self, x: torch.Tensor) -> Any:
-        """The prepared call for a small plain tensor on the CPU; None for any other."""
+        """The prepared call for a plain tensor on the CPU of at most ``LARGEST`` elements; None for any other."""
         if type(x) not in _PLAIN or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
             return None
         scale, zero_point, minval = self.made
@@ -90,12 +91,15 @@ class Task:
         zero_point = self.made[1]
         if dispatch.form_of(x) is reference or (zero_point is not None and zero_point.is_floating_point()):
             return None
-        from .cpu import many
+        from .cpu import many, ready
 
-        observed = self.scheme is not None
-        if not many.suits(x, self.made, observed) or not _has_no_holes(x):
+        how = self.block_size, self.grid
+        if x.numel() >= SMALL:
+            fits = x.numel() <= LARGEST and x.is_contiguous() and ready.suits(x, self.made, None)
+            return ready.LargeCall(x, self.made, *how, self.scheme, self.scale_dtype) if fits else None
+        if not many.suits(x, self.made, self.scheme is not None) or not _has_no_holes(x):
             return None
-        return many.SmallCall(x, self.made, self.block_size, self.grid, self.scheme, self.scale_dtype)
+        return many.SmallCall(x, self.made, *how, self.scheme, self.scale_dtype)
 
     def _run_alone(self, x: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"block_size": self.block_size, "grid": self.grid}

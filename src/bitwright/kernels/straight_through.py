@@ -11,6 +11,8 @@ from .ownership import References, is_unshared, references_to
 
 __all__ = ["masked_gradient", "straight_through"]
 
+_transforms_active = torch._C._are_functorch_transforms_active
+
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
@@ -26,7 +28,8 @@ def straight_through(x: torch.Tensor, forward: Forward, mask: torch.Tensor, back
             place; returns the gradient of ``x``, which may be the tensor that it was given. It must not hold the
             tensor, which would stay in memory until the backward pass.
     """
-    y: torch.Tensor = _StraightThrough.apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
+    apply = _StraightThrough.apply if _transforms_active() else _apply_plainly
+    y: torch.Tensor = apply(x, forward, mask, backward)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -68,3 +71,7 @@ class _StraightThrough(torch.autograd.Function):
         references = references_to(grad)
         (mask,) = ctx.saved_tensors
         return masked_gradient(grad, ctx.strides, mask, ctx.pass_on, references), None, None, None
+
+
+# Without the function around it that prepares arguments for the transforms of ``torch.func``.
+_apply_plainly = super(torch.autograd.Function, _StraightThrough).apply

@@ -28,6 +28,7 @@ __all__ = [
     "has_feature",
     "has_fused_multiply_add",
     "inlined",
+    "machine_code",
     "reordering",
     "unsupported_reason",
 ]
@@ -115,6 +116,9 @@ def entry(function: Callable[P, R], arguments: int) -> Callable[P, R]:
     """
     found: Callable[P, R] = _compiled_for_integers(function, arguments).entry_point
     return found
+
+
+machine_code = functools.cache(entry)
 
 
 @functools.cache

@@ -36,8 +36,10 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "find_parameters",
+    "goes_by_rows",
     "min_max",
     "observe_and_fake_quantize",
+    "observe_by_rows",
     "quantize",
     "threads_for",
 ]
@@ -321,20 +323,37 @@ def _observe(
     x: torch.Tensor, mask: torch.Tensor | None, layout: Layout, grid: NativeGrid, scheme: int, made: Parameters
 ) -> torch.Tensor:
     y = empty_like(x) if mask is None else result_from(x)
-    scale, zero_point, minval = made
-    dtype = DTYPES[x.dtype]
-    outputs = (scale.data_ptr(), _address(zero_point), _address(minval))
     threads = threads_for(layout.numel)
-    if layout.rowwise and not layout.flat and (threads == 1 or layout.rows >= part_count(threads)):
-        arguments = (
-            x.data_ptr(), dtype, y.data_ptr(), _address(mask), scheme, *outputs, layout.address, grid.address,
-            layout.rows,
-        )  # fmt: skip
-        run_parts(observe_rows, arguments, threads, (x, y, mask, made))
+    if goes_by_rows(layout, threads):
+        observe_by_rows(x, y, mask, layout, grid, scheme, made, threads)
     else:
         find_parameters(x, layout, grid, scheme, made)
         _map(FAKE, x, y, mask, _used(made, layout, grid))
     return y
+
+
+def goes_by_rows(layout: Layout, threads: int) -> bool:
+    """Return whether ``observe_by_rows`` takes such tensors and has work for so many threads."""
+    return layout.rowwise and not layout.flat and (threads == 1 or layout.rows >= part_count(threads))
+
+
+def observe_by_rows(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mask: torch.Tensor | None,
+    layout: Layout,
+    grid: NativeGrid,
+    scheme: int,
+    made: Parameters,
+    threads: int,
+) -> None:
+    """Observe and fake-quantize in one pass a tensor whose rows are its blocks."""
+    scale, zero_point, minval = made
+    arguments = (
+        x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), _address(mask), scheme, scale.data_ptr(), _address(zero_point),
+        _address(minval), layout.address, grid.address, layout.rows,
+    )  # fmt: skip
+    run_parts(observe_rows, arguments, threads, (x, y, mask, made))
 
 
 def _used(made: Parameters, layout: Layout, grid: NativeGrid) -> _Prepared:

@@ -55,6 +55,7 @@ __all__ = [
     "peek_i16",
     "peek_i32",
     "peek_i64",
+    "peek_shared",
     "peek_u8",
     "poke_f32",
     "poke_i16",
@@ -329,6 +330,7 @@ def _poke(builder: Any, address: Any, value: Any) -> None:
 fetch_add = _operation(
     types.int64, (_ADDRESS,), lambda b, a: b.atomic_rmw("add", _pointer(b, a, _I64), _I64(1), "acq_rel")
 )
+peek_shared = _operation(types.int64, (_ADDRESS,), lambda b, a: b.load_atomic(_pointer(b, a, _I64), "acquire", 8))
 poke_f32 = _operation(types.void, (_ADDRESS, types.float32), _poke)
 poke_u8 = _operation(types.void, (_ADDRESS, types.uint8), _poke)
 poke_i16 = _operation(types.void, (_ADDRESS, types.int16), _poke)

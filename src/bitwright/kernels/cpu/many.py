@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import LANES, dense, layout_of
-from bitwright.kernels.many import LARGEST
+from bitwright.kernels.layout import LANES, SMALL, dense, layout_of
 from bitwright.kernels.reference import check_fit
 from bitwright.kernels.straight_through import masked_gradient, straight_through
 
@@ -145,7 +144,7 @@ def suits(x: torch.Tensor, made: tuple[torch.Tensor, torch.Tensor | None, torch.
     wanted = torch.float32, torch.int32, torch.float32
     blocks = made[0].numel()
     return (
-        0 < x.numel() <= LARGEST
+        0 < x.numel() < SMALL
         and not (observed and (blocks > _MOST_BLOCKS or any(t is not None and t.is_inference() for t in made)))
         and all(
             t is None or (t.dtype == dtype and t.numel() == blocks and t.is_cpu and t.is_contiguous())

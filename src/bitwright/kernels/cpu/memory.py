@@ -13,6 +13,7 @@ little while, to become that of a later result of the same size.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -32,10 +33,19 @@ import torch
 
 from bitwright.kernels.ownership import is_forgotten, owns_memory
 
-__all__ = ["LARGE", "empty_like", "forget_sources", "idle_bytes", "lasting_bytes", "over", "result_from"]
+__all__ = [
+    "LARGE",
+    "empty_like",
+    "forget_sources",
+    "idle_bytes",
+    "lasting_bytes",
+    "over",
+    "release_idle",
+    "result_from",
+]
 
 LARGE = 1 << 18
-# A block that none of so many further results had the size of goes back to the system, if not at once.
+# A block that none of so many further results had the size of goes back to the system, in training after one step.
 _PATIENCE = 256
 _HUGE_PAGE = 2 << 20
 _SMALL_UNIT = 1 << 16
@@ -44,7 +54,7 @@ _LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 20, 4 << 20
 _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 # So many of the tensors that results were made from are watched for their end.
-_WATCHED = 12
+_WATCHED = 5
 _MADV_HUGEPAGE = 14
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -69,14 +79,20 @@ def _advise() -> Callable[[int, int, int], int] | None:
     return advise
 
 
+def _block_size(size: int) -> int:
+    """Bytes of a block for a result of so many bytes."""
+    unit = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _SMALL_UNIT
+    return -(-size // unit) * unit
+
+
 class _Block:
     """Memory of its own; whole huge pages start at one."""
 
-    __slots__ = ("first", "idle_since", "memory", "size")
+    __slots__ = ("first", "idle_since", "lent_at", "memory", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.idle_since = 0
+        self.idle_since = self.lent_at = 0
         huge = size % _HUGE_PAGE == 0
         length = size + _HUGE_PAGE if huge else size
         self.memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,16 +117,20 @@ class _Blocks:
         self._idle: dict[int, deque[_Block]] = {}  # by size, the longest idle first
         self._lent: dict[int, tuple[weakref.ref[Any], _Block]] = {}
         self._count = itertools.count(1)
-        self._now = 0
+        self._now = self._backward_before = 0
 
     def idle_bytes(self) -> int:
         return sum(size * len(blocks) for size, blocks in tuple(self._idle.items()))
 
+    def release_idle(self) -> None:
+        for blocks in tuple(self._idle.values()):
+            blocks.clear()
+
     def lend(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory of so many bytes; it comes back when the array dies."""
         self._now = number = next(self._count)
-        unit = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _SMALL_UNIT
-        block = self._find(-(-size // unit) * unit)
+        block = self._find(_block_size(size))
+        block.lent_at = number
         view = np.frombuffer(block.memory, dtype=np.uint8, count=size, offset=block.first)
         self._lent[number] = weakref.ref(view, lambda _: self._take_back(number)), block
         return view
@@ -123,13 +143,21 @@ class _Blocks:
         except (KeyError, IndexError):
             return _Block(size)
 
+    def begin_backward(self) -> None:
+        """Give back what neither the backward pass before nor the forward pass after it had a use for."""
+        for blocks in tuple(self._idle.values()):
+            with contextlib.suppress(IndexError):
+                for _ in range(len(blocks)):
+                    block = blocks.popleft()
+                    if block.lent_at >= self._backward_before:
+                        blocks.append(block)
+        self._backward_before = self._now + 1
+
     def _give_back(self) -> None:
         for blocks in tuple(self._idle.values()):
-            try:
+            with contextlib.suppress(IndexError):
                 while self._now - blocks[0].idle_since > _PATIENCE:
                     blocks.popleft()
-            except IndexError:
-                continue
 
     def _take_back(self, number: int) -> None:
         block = self._lent.pop(number)[1]
@@ -150,6 +178,11 @@ class _Blocks:
 
 
 _blocks = _Blocks()
+
+
+def release_idle() -> None:
+    """Give the memory kept for later results back to the system."""
+    _blocks.release_idle()
 
 
 def idle_bytes() -> int:
@@ -204,6 +237,7 @@ class _Sources(threading.local):
     def __init__(self) -> None:
         self._watched: deque[torch.UntypedStorage] = deque()
         self._bytes = 0
+        self._forward = False
 
     def watch(self, x: torch.Tensor) -> None:
         """Hold the memory of a tensor that nothing else lies in."""
@@ -217,6 +251,7 @@ class _Sources(threading.local):
 
     def take(self, size: int) -> torch.UntypedStorage | None:
         """Memory of so many bytes that nobody uses any more; None if there is none."""
+        self._forward = True
         watched = self._watched
         for place in range(len(watched)):
             if watched[place].nbytes() == size and is_forgotten(watched, place):
@@ -227,6 +262,9 @@ class _Sources(threading.local):
         return None
 
     def forget(self) -> None:
+        if self._forward:
+            self._forward = False
+            _blocks.begin_backward()
         self._watched.clear()
         self._bytes = 0
 

@@ -8,7 +8,6 @@ between the operations of a model little of all that code is in a cache.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +20,19 @@ from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
-from .fused import apply_mask, find_parameters, threads_for
+from .fused import apply_mask, find_parameters, goes_by_rows, observe_by_rows, threads_for
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
-from .mapping import FAKE, map_part, map_words
+from .mapping import FAKE, map_words
 from .memory import empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .ranges import join_parts, keys_of
-from .relu import keep_signs, map_and_sign_part, signs_to_keep
+from .relu import keep_signs, signs_to_keep
 from .snapshot import Snapshot, unchanged
-from .threads import run_parts
+from .stages import AS_THEY_ARE, THIS_ALONE, new_call, stages_part
+from .threads import part_count, run_parts
 from .walking import vector_room
 
-__all__ = ["ReadyCall", "suits"]
+__all__ = ["LargeCall", "ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
 _always = partial(bool, 1)
@@ -79,10 +79,10 @@ def observe_ready(x: int, mode: int, job: int) -> None:
 
 
 @compiled
-def observe_and_map_ready(x: int, y: int, mode: int, job: int) -> None:
-    """``observe_ready``, and then ``map_ready`` without a mask."""
+def observe_and_map_ready(x: int, y: int, mask: int, mode: int, job: int) -> None:
+    """``observe_ready``, and then ``map_ready``."""
     observe_ready(x, mode, job)
-    map_ready(x, y, 0, job)
+    map_ready(x, y, mask, job)
 
 
 @compiled
@@ -96,7 +96,7 @@ def map_ready_if_unchanged(x: int, y: int, job: int) -> bool:
 
 _map_ready = entry(map_ready, 4)
 _observe_ready = entry(observe_ready, 3)
-_observe_and_map_ready = entry(observe_and_map_ready, 4)
+_observe_and_map_ready = entry(observe_and_map_ready, 5)
 _map_ready_if_unchanged = entry(map_ready_if_unchanged, 3)
 
 
@@ -143,11 +143,12 @@ class ReadyCall:
     __slots__ = (
         "_address",
         "_alive",
-        "_arguments",
-        "_average",
+        "_counts_words",
         "_holds",
         "_large",
         "_layout",
+        "_mode",
+        "_numel",
         "_range",
         "_running",
         "block_size",
@@ -182,13 +183,13 @@ class ReadyCall:
             dtype=np.int64,
         )  # fmt: skip
         job[14:15].view(np.float64)[0] = averaging_constant or 0.0
-        self._average = 2 if averaging_constant is None else 1
+        self._mode = THIS_ALONE if running is None else 2 if averaging_constant is None else 1
         self._range = native, code, made
-        self._running = averaging_constant or 0.0, *(running or ())
+        self._running = () if running is None else (averaging_constant or 0.0, *running)
         self._alive, self._layout = (job, layout, native, made, running, snapshot), layout
         self._holds = _always if snapshot is None else snapshot.holds
-        self._arguments = tuple(int(word) for word in (*job[4:7], *job[2:4], job[1]))
-        self._large = layout.numel >= SMALL
+        self._numel, self._large = layout.numel, layout.numel >= SMALL
+        self._counts_words = layout.words == -(-layout.numel // LANES)
         self.block_size, self.grid = block_size, grid
         self._address = job.ctypes.data
         self.mask_bytes = 2 * layout.words
@@ -200,52 +201,84 @@ class ReadyCall:
         y = _empty_like(x)
         return y if _map_ready_if_unchanged(x.data_ptr(), y.data_ptr(), self._address) else None
 
-    def run_with_gradient(self, x: torch.Tensor, unneeded: bool = False) -> torch.Tensor:
+    def run_with_gradient(
+        self, x: torch.Tensor, unneeded: bool = False, observed: bool = False, restart: bool = False
+    ) -> torch.Tensor:
         """Fake-quantize a tensor that requires a gradient.
 
         Args:
             x: the tensor.
             unneeded: nobody but the caller holds the tensor, and the caller does not need it any more. Its memory then
                 becomes that of the result, unless an operation has saved it.
+            observed: ``observe`` the tensor first.
+            restart: see ``observe``.
         """
-        signs = self._signs_to_write(x) if self._large else None
-        run = partial(self.run_masked, x, signs=signs, in_place=unneeded and owns_memory(x))
-        return straight_through(x, run, self._new_mask(), self.apply_mask)
+        mode = AS_THEY_ARE if not observed else 0 if restart else self._mode
+        if not self._large:
+            mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
+            return straight_through(x, partial(self.run_masked, x, mode=mode), mask, self.apply_mask)
+        signs = self._signs_to_write(x)
+        run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=unneeded and owns_memory(x))
+        return straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
 
     def _signs_to_write(self, x: torch.Tensor) -> torch.Tensor | None:
         """Bytes for the signs of a ReLU's result, if they are to be written together with the mask."""
-        layout = self._layout
-        threads = threads_for(layout.numel)
-        if layout.words == -(-layout.numel // LANES):
-            return signs_to_keep(x, threads)
-        keep_signs(x, threads)
+        if self._counts_words:
+            return signs_to_keep(x, threads_for(self._numel))
+        keep_signs(x, threads_for(self._numel))
         return None
-
-    def _new_mask(self) -> torch.Tensor:
-        return lasting_bytes(self.mask_bytes) if self._large else torch.empty(self.mask_bytes, dtype=torch.uint8)
 
     def run_masked(
         self,
         x: torch.Tensor,
         mask: torch.Tensor | None,
+        mode: int = AS_THEY_ARE,
         signs: torch.Tensor | None = None,
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, and of the signs."""
-        bits = 0 if mask is None else mask.data_ptr()
-        if not self._large:
-            y = over(x) if in_place else torch.empty_like(x)
-            _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
+        """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, and of the signs.
+
+        Args:
+            x: the tensor.
+            mask: see ``straight_through``.
+            mode: whether to observe the tensor first; see ``stages_part``.
+            signs: what ``signs_to_keep`` returned.
+            in_place: the result takes the memory of ``x``.
+        """
+        if self._large:
+            y = over(x) if in_place else empty_like(x) if mask is None else result_from(x)
+            self._run_stages(x, y, mask, mode, signs)
             return y
-        y = over(x) if in_place else empty_like(x) if mask is None else result_from(x)
-        dtype, count = DTYPES[x.dtype], self._layout.numel
-        run: Any = map_part
-        arguments: tuple[int, ...] = (FAKE, x.data_ptr(), dtype, y.data_ptr(), dtype, bits, *self._arguments)
-        if signs is not None:
-            run = map_and_sign_part
-            arguments = (x.data_ptr(), dtype, y.data_ptr(), bits, *self._arguments, signs.data_ptr(), count)
-        run_parts(run, arguments, threads_for(count), (x, y, mask, signs, self._alive))
+        y, bits = torch.empty_like(x), 0 if mask is None else mask.data_ptr()
+        if mode == AS_THEY_ARE:
+            _map_ready(x.data_ptr(), y.data_ptr(), bits, self._address)
+        else:
+            _observe_and_map_ready(x.data_ptr(), y.data_ptr(), bits, mode, self._address)
         return y
+
+    def _run_stages(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        mode: int,
+        signs: torch.Tensor | None = None,
+    ) -> None:
+        layout, threads = self._layout, threads_for(self._numel)
+        if mode != AS_THEY_ARE and layout.blocks > FEW:
+            if mode == THIS_ALONE and y is not None and goes_by_rows(layout, threads):
+                observe_by_rows(x, y, mask, layout, *self._range, threads)
+                return
+            find_parameters(x, layout, *self._range, (mode, *self._running) if self._running else None)
+            mode = AS_THEY_ARE
+            if y is None:
+                return
+        parts = 0 if mode == AS_THEY_ARE else part_count(threads)
+        call = new_call(
+            self._address, x.data_ptr(), 0 if y is None else y.data_ptr(), 0 if mask is None else mask.data_ptr(),
+            0 if signs is None else signs.data_ptr(), parts, layout.blocks,
+        )  # fmt: skip
+        run_parts(stages_part, (call.buffer_info()[0], mode), threads, (call, x, y, mask, signs, self._alive))
 
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Multiply a contiguous gradient of the tensor's shape by the mask."""
@@ -256,17 +289,44 @@ class ReadyCall:
 
         The caller advances the version counters of what is written.
         """
-        mode = 0 if restart else self._average
+        mode = 0 if restart else self._mode
         if self._large:
-            find_parameters(x, self._layout, *self._range, (mode, *self._running))
+            self._run_stages(x, None, None, mode)
         else:
             _observe_ready(x.data_ptr(), mode, self._address)
 
     def observe_and_run(self, x: torch.Tensor, restart: bool) -> torch.Tensor:
         """``observe``, and then ``run``, in one call."""
-        if self._large:
-            self.observe(x, restart)
-            return self.run_masked(x, None)
-        y = torch.empty_like(x)
-        _observe_and_map_ready(x.data_ptr(), y.data_ptr(), 0 if restart else self._average, self._address)
+        return self.run_masked(x, None, 0 if restart else self._mode)
+
+
+class LargeCall:
+    """What ``many.SmallCall`` is, with the same arguments, for contiguous tensors of at least ``SMALL`` elements."""
+
+    __slots__ = ("_observed", "_ready", "_written")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        block_size: tuple[int, ...],
+        grid: Grid,
+        scheme: str | None,
+        scale_dtype: torch.dtype | None,
+    ) -> None:
+        self._observed = scheme is not None
+        blocks = layout_of(x.shape, None, block_size).blocks
+        if self._observed and made[0].numel() != blocks:
+            raise ValueError(f"One scale cannot hold what is chosen for {blocks} blocks.")
+        self._ready = ReadyCall(x, made, block_size, grid, None, scheme or "symmetric", scale_dtype)
+        self._written = [t for t in made if t is not None] if self._observed else []
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a tensor."""
+        if x.requires_grad and torch.is_grad_enabled():
+            y = self._ready.run_with_gradient(x, observed=self._observed)
+        else:
+            y = self._ready.run_masked(x, None, THIS_ALONE if self._observed else AS_THEY_ARE)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
         return y

@@ -24,7 +24,7 @@ from .native import DTYPES
 from .threads import run_parts
 from .walking import VECTOR, copy, element_bytes, first_part, next_part, staged, vector_room
 
-__all__ = ["keep_signs", "map_and_sign_part", "signs_to_keep"]
+__all__ = ["keep_signs", "map_with_signs", "signs_to_keep"]
 
 # Entry of a node's metadata: its result has been replaced. Asking for the result would make it anew.
 _DONE = "bitwright_keeps_signs"
@@ -54,38 +54,33 @@ def write_signs(x: int, dtype: int, signs: int, count: int, begin: int, end: int
             store_mask(signs + 2 * word, load(staged(at, room, size * rest), dtype) <= nothing)
 
 
-@compiled
-def map_and_sign_part(
-    x: int, dtype: int, y: int, mask: int, scales: int, points: int, origins: int, table: int, grid: int, words: int,
-    signs: int, count: int, parts: int, control: int,
+@inlined
+def map_with_signs(
+    x: int, dtype: int, y: int, mask: int, scales: int, points: int, origins: int, table: int, grid: int, signs: int,
+    count: int, begin: int, end: int, room: int,
 ) -> None:  # fmt: skip
-    """``mapping.map_part`` for fake quantization, which also writes signs; the two may be one memory.
+    """``mapping.map_words`` for fake quantization, which also writes signs; input and output may be one memory.
 
     Args:
         x: address of the input.
         dtype: dtype of input and output.
-        y: address of the output, which may be that of the input.
-        mask: as for ``map_part``, like the arguments up to ``words``; no row ends within a vector.
-        scales: see ``map_part``.
-        points: see ``map_part``.
-        origins: see ``map_part``.
-        table: see ``map_part``.
-        grid: see ``map_part``.
-        words: see ``map_part``.
+        y: address of the output.
+        mask: see ``map_words``, like the arguments up to ``grid``; no row ends within a vector.
+        scales: see ``map_words``.
+        points: see ``map_words``.
+        origins: see ``map_words``.
+        table: see ``map_words``.
+        grid: see ``map_words``.
         signs: address of the bits.
         count: number of elements.
-        parts: see ``first_part``.
-        control: see ``first_part``.
+        begin: first vector.
+        end: vector behind the last.
+        room: of two vectors.
     """
-    room = vector_room()
-    part = first_part(control)
-    while part < parts:
-        last = words * (part + 1) // parts
-        for begin in range(words * part // parts, last, _NEAR):
-            end = min(begin + _NEAR, last)
-            write_signs(x, dtype, signs, count, begin, end, room)
-            map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, begin, end, room)
-        part = next_part(control, part)
+    for first in range(begin, end, _NEAR):
+        last = min(first + _NEAR, end)
+        write_signs(x, dtype, signs, count, first, last, room)
+        map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, first, last, room)
 
 
 @compiled

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 import torch
 from llvmlite import ir
 
@@ -67,8 +67,8 @@ def run_in_team(kernel: Callable[..., object], arguments: tuple[int, ...], threa
     """
     parallel = _parallel()
     assert parallel is not None
-    job = np.array((c_address(kernel, len(arguments)), *arguments), dtype=np.int64)
-    parallel(_unpacking(len(arguments)), job.ctypes.data, threads, 0)
+    job = array("q", (c_address(kernel, len(arguments)), *arguments))
+    parallel(_unpacking(len(arguments)), job.buffer_info()[0], threads, 0)
 
 
 # Owners of machine code.

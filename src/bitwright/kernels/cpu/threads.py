@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 
+from .compiling import machine_code
 from .team import run_in_team, team_runs
 
 __all__ = ["part_count", "run_parts", "thread_count"]
@@ -101,11 +102,11 @@ def run_parts(kernel: Callable[..., object], arguments: tuple[Any, ...], threads
         BaseException: whatever the kernel raised.
     """
     if threads == 1:
-        kernel(*arguments, 1, 0)
+        machine_code(kernel, len(arguments) + 2)(*arguments, 1, 0)
         return
     parts = part_count(threads)
-    control = np.zeros(2, dtype=np.int64)
-    job = (*arguments, parts, control.ctypes.data)
+    control = array("q", (0, 0))
+    job = (*arguments, parts, control.buffer_info()[0])
     if team_runs() and threads <= thread_count():
         run_in_team(kernel, job, thread_count())
         return

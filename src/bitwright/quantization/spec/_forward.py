@@ -122,9 +122,8 @@ class FakeQuantizeForward(SwitchedModule):
             return self._forward_weight(tensor, calculator)
         qparams: QParams | None = None
         if not stateful or (self._observer_on and not calculator.is_frozen):
-            y = None if tracing else self._at_once(tensor, calculator)
+            y = None if tracing else self._at_once(tensor, calculator, unneeded)
             if y is not None:
-                self._shorten(observing, tensor, calculator)
                 return y
             if tracing or tensor.numel():
                 qparams = self._observe(tensor, calculator)
@@ -157,7 +156,7 @@ class FakeQuantizeForward(SwitchedModule):
                 shortcut.task = None  # that of the short way before
         return call
 
-    def _at_once(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor | None:
+    def _at_once(self, tensor: torch.Tensor, calculator: Any, unneeded: bool) -> torch.Tensor | None:
         """Observe and fake-quantize in one kernel call, where the classes are Bitwright's own; None where not."""
         if not self._is_fused() or _is_in_backward() or not tensor.numel():
             return None
@@ -170,7 +169,9 @@ class FakeQuantizeForward(SwitchedModule):
         with contextlib.suppress(_BlockSizeMismatchError):  # the calculator meets it again and says so
             self._block_size(tensor.shape)
             if self._layout.counts == calculator._buffers["running_min"].shape:
-                return self._track(tensor, calculator)
+                shortcut = self._shorten(observing, tensor, calculator)
+                y = None if shortcut is None else shortcut(self, tensor, unneeded)
+                return self._track(tensor, calculator) if y is None else y
         return None
 
     def _track(self, tensor: torch.Tensor, calculator: Any) -> torch.Tensor:

@@ -45,9 +45,9 @@ def _is_readable(b: torch.Tensor | None) -> bool:
     return b is not None and b.is_cpu and b.element_size() == 1 and b.numel() == 1 and not b.is_inference()
 
 
-def _with_gradient(ready: Any, x: torch.Tensor, made: QParams, unneeded: bool) -> torch.Tensor:
+def _with_gradient(ready: Any, x: torch.Tensor, made: QParams, *options: bool) -> torch.Tensor:
     """Call a prepared kernel where a gradient is wanted."""
-    y: torch.Tensor = ready.run_with_gradient(x, unneeded)
+    y: torch.Tensor = ready.run_with_gradient(x, *options)
     note_codes(y, made, ready)
     return y
 
@@ -193,15 +193,16 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
         for name, tensor, address in state:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
                 return None
-        y = x
-        plain = quantize and not (x.requires_grad and _grad_enabled())
-        if plain:
-            y = ready.observe_and_run(x, progress.restart)
-        else:
+        if not quantize:
             ready.observe(x, progress.restart)
+            y = x
+        elif x.requires_grad and _grad_enabled():
+            y = _with_gradient(ready, x, made, unneeded, True, progress.restart)
+        else:
+            y = ready.observe_and_run(x, progress.restart)
         increment_version(written)
         progress.count()
-        return _with_gradient(ready, x, made, unneeded) if quantize and not plain else y
+        return y
 
     return call
 
@@ -241,7 +242,7 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
 
 
 def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | None:
-    """Make the shortcut for a small weight that is observed, if at all, and quantized at every call.
+    """Make the shortcut for a weight, not a very large one, that is observed, if at all, and quantized at every call.
 
     Takes the arguments of ``quantizing``. ``simulator._shortcut.task`` then says what the shortcut does.
     """
@@ -291,7 +292,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
 
     def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         task = what(simulator, weight)
-        return None if task is None or not undisturbed() or _is_repeated(simulator) else task.run_small(weight)
+        return None if task is None or not undisturbed() or _is_repeated(simulator) else task.run(weight)
 
     simulator._shortcut.task = what
     return call

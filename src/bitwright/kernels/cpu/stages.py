@@ -1,0 +1,109 @@
+"""A large tensor in one call of machine code: observe it, choose the parameters, fake-quantize it.
+
+The threads share the tensor in each stage and meet in between. Calls of their own for every stage, with what prepares
+them, cost more than some of the stages: between the operations of a model, little of that code is in a cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from .choosing import choose_block, track
+from .compiling import compiled, inlined
+from .lanes import LANES, fetch_add, peek_f32, peek_f64, peek_i64, peek_shared, poke_i32
+from .mapping import FAKE, map_words
+from .ranges import HIGHEST, LOWEST, join_parts, widen
+from .relu import map_with_signs
+from .walking import first_part, next_part, vector_room
+
+__all__ = ["AS_THEY_ARE", "THIS_ALONE", "new_call", "stages_part"]
+
+# What is done about the parameters, besides the modes of ``choosing.blend`` for a running range.
+AS_THEY_ARE, THIS_ALONE = -1, 3
+_KEYS = 64
+_BEGUN, _ENDED, _CHOSEN = 40, 48, 56
+
+
+def new_call(job: int, x: int, y: int, mask: int, signs: int, parts: int, blocks: int) -> array[int]:
+    """Make the table of a call of ``stages_part``.
+
+    Args:
+        job: address of the table of ``ready.ReadyCall``.
+        x: address of the input.
+        y: address of the output, which may be that of the input; 0 only observes.
+        mask: address of the mask of one bit per element, or 0.
+        signs: address of the bits of ``relu.write_signs``, or 0.
+        parts: number of parts; 0 if nothing is observed.
+        blocks: number of blocks, at most ``FEW``.
+    """
+    return array("q", (job, x, y, mask, signs, *bytes(3 + parts * blocks)))
+
+
+@inlined
+def choose_shared(call: int, job: int, parts: int, mode: int) -> None:
+    """From the keys of all parts to the parameters."""
+    dtype, grid, blocks, scheme = peek_i64(job), peek_i64(job + 24), peek_i64(job + 96), peek_i64(job + 104)
+    scales, points, origins = peek_i64(job + 56), peek_i64(job + 64), peek_i64(job + 72)
+    lows = call + _KEYS
+    highs = lows + 4 * parts * blocks
+    join_parts(lows, highs, parts, blocks)
+    if mode != THIS_ALONE:
+        track(lows, highs, blocks, dtype, mode, peek_f64(job + 112), peek_i64(job + 80), peek_i64(job + 88))
+    for block in range(blocks):
+        low, high = peek_f32(lows + 4 * block), peek_f32(highs + 4 * block)
+        choose_block(low, high, dtype, scheme, grid, scales, points, origins, block)
+
+
+@inlined
+def observe_shared(call: int, job: int, parts: int, mode: int, room: int) -> None:
+    """Observe a tensor of at most ``FEW`` blocks and choose its parameters; return when that is done.
+
+    Nobody waits for a thread that has not come: whoever ends the last part that was begun chooses.
+    """
+    x, dtype, table, blocks = peek_i64(call + 8), peek_i64(job), peek_i64(job + 16), peek_i64(job + 96)
+    words = peek_i64(table) * ((peek_i64(table + 8) + LANES - 1) // LANES)
+    part = fetch_add(call + _BEGUN)
+    while part < parts:
+        lows = call + _KEYS + 4 * part * blocks
+        highs = lows + 4 * parts * blocks
+        for block in range(blocks):
+            poke_i32(lows + 4 * block, np.int32(HIGHEST))
+            poke_i32(highs + 4 * block, np.int32(LOWEST))
+        widen(x, dtype, table, lows, highs, words * part // parts, words * (part + 1) // parts, room)
+        if fetch_add(call + _ENDED) == parts - 1:
+            choose_shared(call, job, parts, mode)
+            fetch_add(call + _CHOSEN)
+        part = fetch_add(call + _BEGUN)
+    while peek_shared(call + _CHOSEN) == 0:
+        pass
+
+
+@compiled
+def stages_part(call: int, mode: int, parts: int, control: int) -> None:
+    """Observe a tensor, choose its parameters and fake-quantize it, as far as each is asked for.
+
+    Args:
+        call: address of the table that ``new_call`` makes.
+        mode: ``AS_THEY_ARE``, ``THIS_ALONE``, or see ``choosing.blend``.
+        parts: see ``first_part``.
+        control: see ``first_part``.
+    """
+    job, x, y, mask, signs = (
+        peek_i64(call), peek_i64(call + 8), peek_i64(call + 16), peek_i64(call + 24), peek_i64(call + 32)
+    )  # fmt: skip
+    dtype, words, table, grid = peek_i64(job), peek_i64(job + 8), peek_i64(job + 16), peek_i64(job + 24)
+    scales, points, origins = peek_i64(job + 32), peek_i64(job + 40), peek_i64(job + 48)
+    room = vector_room()
+    if mode != AS_THEY_ARE:
+        observe_shared(call, job, parts, mode, room)
+    part = first_part(control)
+    while part < parts:
+        begin, end = words * part // parts, words * (part + 1) // parts
+        if signs != 0:
+            count = peek_i64(table) * peek_i64(table + 8)
+            map_with_signs(x, dtype, y, mask, scales, points, origins, table, grid, signs, count, begin, end, room)
+        elif y != 0:
+            map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, begin, end, room)
+        part = next_part(control, part)
