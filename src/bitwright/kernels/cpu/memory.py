@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bitwright.kernels.ownership import is_forgotten, owns_memory
@@ -88,22 +87,30 @@ def _block_size(size: int) -> int:
 class _Block:
     """Memory of its own; whole huge pages start at one."""
 
-    __slots__ = ("first", "idle_since", "lent_at", "memory", "size")
+    __slots__ = ("idle_since", "lent_at", "memory", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.idle_since = self.lent_at = 0
         huge = size % _HUGE_PAGE == 0
         length = size + _HUGE_PAGE if huge else size
-        self.memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.first = 0
+        whole = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = memoryview(whole)
         if not huge:
             return
-        address = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
-        self.first = -address % _HUGE_PAGE
+        address = np.frombuffer(whole, dtype=np.uint8).ctypes.data
+        first = -address % _HUGE_PAGE
+        self.memory = self.memory[first : first + size]
         advise = _advise()
         if advise is not None:
-            advise(address + self.first, size, _MADV_HUGEPAGE)
+            advise(address + first, size, _MADV_HUGEPAGE)
+
+
+class _Loan(weakref.ref[memoryview]):
+    """Tells of the end of what was lent."""
+
+    __slots__ = ("block",)
+    block: _Block
 
 
 class _Blocks:
@@ -115,24 +122,28 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[_Block]] = {}  # by size, the longest idle first
-        self._lent: dict[int, tuple[weakref.ref[Any], _Block]] = {}
+        self._lent: dict[int, _Loan] = {}  # by identity, for one cannot hash them
         self._count = itertools.count(1)
         self._now = self._backward_before = 0
 
     def idle_bytes(self) -> int:
-        return sum(size * len(blocks) for size, blocks in tuple(self._idle.items()))
+        total = 0
+        for size, blocks in tuple(self._idle.items()):
+            total += size * len(blocks)
+        return total
 
     def release_idle(self) -> None:
         for blocks in tuple(self._idle.values()):
             blocks.clear()
 
-    def lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """Memory of so many bytes; it comes back when the array dies."""
-        self._now = number = next(self._count)
+    def lend(self, size: int) -> memoryview:
+        """Memory of so many bytes; it comes back when the view dies."""
         block = self._find(_block_size(size))
-        block.lent_at = number
-        view = np.frombuffer(block.memory, dtype=np.uint8, count=size, offset=block.first)
-        self._lent[number] = weakref.ref(view, lambda _: self._take_back(number)), block
+        block.lent_at = self._now = next(self._count)
+        view = block.memory[:size]
+        loan = _Loan(view, self._take_back)
+        loan.block = block
+        self._lent[id(loan)] = loan
         return view
 
     def _find(self, size: int) -> _Block:
@@ -159,8 +170,8 @@ class _Blocks:
                 while self._now - blocks[0].idle_since > _PATIENCE:
                     blocks.popleft()
 
-    def _take_back(self, number: int) -> None:
-        block = self._lent.pop(number)[1]
+    def _take_back(self, loan: Any) -> None:
+        block: _Block = self._lent.pop(id(loan)).block
         block.idle_since = self._now
         excess = self.idle_bytes() + block.size - _MOST_IDLE
         if excess > 0:
@@ -224,11 +235,14 @@ def lasting_bytes(size: int) -> torch.Tensor:
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
     """``torch.empty_like`` for a plain CPU tensor without holes, for results that a kernel writes in full."""
-    size = x.numel() * (x.dtype if dtype is None else dtype).itemsize
-    if LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS:
-        storage = torch.frombuffer(_blocks.lend(size), dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype or x.dtype).set_(storage, 0, x.shape, x.stride())
-    return torch.empty_like(x, dtype=dtype, device=device)
+    kind = x.dtype if dtype is None else dtype
+    size = x.numel() * kind.itemsize
+    if not (LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS):
+        return torch.empty_like(x, dtype=dtype, device=device)
+    y = torch.frombuffer(_blocks.lend(size), dtype=kind)
+    if x.is_contiguous():
+        return y.resize_(x.shape)
+    return y.set_(y.untyped_storage(), 0, x.shape, x.stride())
 
 
 class _Sources(threading.local):
@@ -289,5 +303,5 @@ def forget_sources() -> None:
 
 
 def over(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own on the memory of ``x``, which nobody may read any more."""
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    """Return a tensor of its own on the memory of ``x``, which nobody may read any more; gradients are off."""
+    return torch.empty(0, dtype=x.dtype).set_(x)
