@@ -30,10 +30,9 @@ def thread_count(threads: str) -> Iterator[None]:
     if in_team and not pool.team_runs():
         pytest.skip("torch runs without OpenMP here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "thread_count", lambda: count)
+        patch.setattr(pool, "thread_count", lambda: count)
         if count > 1:
-            patch.setattr(fused, "GRAIN", 1)
-            patch.setattr(pool, "thread_count", lambda: count)
+            patch.setattr(pool, "GRAIN", 1)
             patch.setattr(pool, "team_runs", lambda: in_team)
         yield
 

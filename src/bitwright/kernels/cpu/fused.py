@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
@@ -21,38 +20,27 @@ from bitwright.kernels.layout import LANES, SMALL, Layout, dense, layout_of
 from bitwright.kernels.reference import check_fit, check_running, is_state
 from bitwright.kernels.straight_through import straight_through
 
-from .choosing import FEW, choose_part, finish, observe_rows
+from .choosing import choose_part
 from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
 from .memory import empty_like, forget_sources, lasting_bytes, result_from
-from .native import DTYPES, NativeGrid, native_grid, scheme_code
-from .ranges import HIGHEST, LOWEST, accumulate, extremes
+from .native import DTYPES, NativeGrid, address_of, native_grid, scheme_code
+from .observing import find_parameters, goes_by_rows, observe_by_rows, range_keys
+from .ranges import extremes
 from .relu import keep_signs
-from .threads import part_count, run_parts, thread_count
+from .threads import run_parts, threads_for
 
 __all__ = [
     "apply_mask",
     "choose_qparams",
     "dequantize",
     "fake_quantize",
-    "find_parameters",
-    "goes_by_rows",
     "min_max",
     "observe_and_fake_quantize",
-    "observe_by_rows",
     "quantize",
-    "threads_for",
 ]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-# Below this number of elements, handing work to another thread costs more than it saves.
-GRAIN = 1 << 16
-
-
-def threads_for(elements: int) -> int:
-    """Number of threads that a pass over so many elements is worth."""
-    return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
 
 
 class _Prepared(NamedTuple):
@@ -95,16 +83,12 @@ def _plain(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return parameter.detach().to(dtype).contiguous()
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _map(op: int, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, given: _Prepared) -> None:
     """Run ``map_part`` over all cores."""
     layout = given.layout
     arguments = (
-        op, x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), DTYPES[y.dtype], _address(mask), given.scale.data_ptr(),
-        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address, layout.words,
+        op, x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), DTYPES[y.dtype], address_of(mask), given.scale.data_ptr(),
+        address_of(given.zero_point), address_of(given.minval), layout.address, given.grid.address, layout.words,
     )  # fmt: skip
     run_parts(map_part, arguments, threads_for(layout.numel), (x, y, mask, given))
 
@@ -203,25 +187,6 @@ def dequantize(
     return values
 
 
-def _keys(x: torch.Tensor, layout: Layout, threads: int) -> tuple[npt.NDArray[np.int32], int]:
-    """Order keys of the blocks' extremes, found by several threads: shape (2, sets, blocks), and the address.
-
-    Parts share one set of keys where they work on different blocks, else each has its own.
-    """
-    parts = part_count(threads)
-    shared = layout.disjoint >= parts
-    keys = np.empty((2, 1 if shared else parts, layout.blocks), dtype=np.int32)
-    keys[0], keys[1] = HIGHEST, LOWEST
-    words = layout.rows * -(-layout.length // LANES)
-    address = keys.ctypes.data
-    arguments = (
-        x.data_ptr(), DTYPES[x.dtype], layout.address, address, address + keys[0].nbytes,
-        0 if shared else layout.blocks, layout.disjoint if shared else words, words,
-    )  # fmt: skip
-    run_parts(accumulate, arguments, threads, (x, keys))
-    return keys, address
-
-
 def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.min_max``."""
     flat, order = dense(x.detach())
@@ -230,7 +195,7 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     if threads == 1:
         low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
     else:
-        keys, _ = _keys(flat, layout, threads)
+        keys, _ = range_keys(flat, layout, threads)
         sets = keys.shape[1]
         low, high = torch.from_numpy(keys.view(np.float32)[:, 0]).view(2, *layout.counts).unbind(0)
     extremes(
@@ -238,35 +203,6 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
         sets, layout.blocks,
     )  # fmt: skip
     return low.to(x.dtype), high.to(x.dtype)
-
-
-def find_parameters(
-    x: torch.Tensor,
-    layout: Layout,
-    grid: NativeGrid,
-    scheme: int,
-    made: Parameters,
-    running: tuple[int, float, torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Find the ranges of the blocks, update the running range if there is one, and write the parameters."""
-    scale, zero_point, minval = made
-    threads = threads_for(layout.numel)
-    source, lows, highs, sets = x.data_ptr(), 0, 0, 1
-    if threads > 1:
-        keys, lows = _keys(x, layout, threads)
-        source, highs, sets = 0, lows + keys[0].nbytes, keys.shape[1]
-    elif layout.blocks > FEW:
-        keys = np.empty((2, layout.blocks), dtype=np.int32)
-        lows = keys.ctypes.data
-        highs = lows + keys[0].nbytes
-    mode, constant, running_lows, running_highs = 0, 0.0, 0, 0
-    if running is not None:
-        mode, constant = running[:2]
-        running_lows, running_highs = running[2].data_ptr(), running[3].data_ptr()
-    finish(
-        source, layout.address, lows, highs, sets, layout.blocks, DTYPES[x.dtype], mode, constant,
-        running_lows, running_highs, scheme, grid.address, scale.data_ptr(), _address(zero_point), _address(minval),
-    )  # fmt: skip
 
 
 def _new_parameters(counts: tuple[int, ...], integer: bool) -> Parameters:
@@ -291,7 +227,7 @@ def choose_qparams(
     scale, zero_point, minval = made
     arguments = (
         low.data_ptr(), high.data_ptr(), DTYPES[min_val.dtype], scheme_code(grid, scheme, scale_dtype), native.address,
-        scale.data_ptr(), _address(zero_point), _address(minval), scale.numel(),
+        scale.data_ptr(), address_of(zero_point), address_of(minval), scale.numel(),
     )  # fmt: skip
     run_parts(choose_part, arguments, threads_for(scale.numel()), (low, high, made))
     return made
@@ -330,30 +266,6 @@ def _observe(
         find_parameters(x, layout, grid, scheme, made)
         _map(FAKE, x, y, mask, _used(made, layout, grid))
     return y
-
-
-def goes_by_rows(layout: Layout, threads: int) -> bool:
-    """Return whether ``observe_by_rows`` takes such tensors and has work for so many threads."""
-    return layout.rowwise and not layout.flat and (threads == 1 or layout.rows >= part_count(threads))
-
-
-def observe_by_rows(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    mask: torch.Tensor | None,
-    layout: Layout,
-    grid: NativeGrid,
-    scheme: int,
-    made: Parameters,
-    threads: int,
-) -> None:
-    """Observe and fake-quantize in one pass a tensor whose rows are its blocks."""
-    scale, zero_point, minval = made
-    arguments = (
-        x.data_ptr(), DTYPES[x.dtype], y.data_ptr(), _address(mask), scheme, scale.data_ptr(), _address(zero_point),
-        _address(minval), layout.address, grid.address, layout.rows,
-    )  # fmt: skip
-    run_parts(observe_rows, arguments, threads, (x, y, mask, made))
 
 
 def _used(made: Parameters, layout: Layout, grid: NativeGrid) -> _Prepared:
@@ -457,7 +369,7 @@ def _code(encode: int, y: torch.Tensor, codes: torch.Tensor, failed: torch.Tenso
     layout = given.layout
     arguments = (
         encode, y.data_ptr(), DTYPES[y.dtype], codes.data_ptr(), failed.data_ptr(), given.scale.data_ptr(),
-        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address,
+        address_of(given.zero_point), address_of(given.minval), layout.address, given.grid.address,
         -(-layout.numel // LANES),
     )  # fmt: skip
     run_parts(code_part, arguments, threads_for(layout.numel), (y, codes, failed, given))

@@ -10,7 +10,7 @@ from bitwright.kernels.layout import LANES, Layout, dense
 
 from .arithmetic import clamp, code_of_integer, load, store
 from .compiling import compiled, inlined
-from .fused import _address, _prepare, threads_for
+from .fused import _prepare
 from .lanes import (
     Lanes,
     as_bits,
@@ -32,8 +32,8 @@ from .lanes import (
 )
 from .mapping import row_parameters
 from .memory import empty_like
-from .native import DTYPES
-from .threads import run_parts
+from .native import DTYPES, address_of
+from .threads import run_parts, threads_for
 from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, staged
 
 __all__ = ["learned_gradient"]
@@ -204,7 +204,7 @@ def learned_gradient(
     sums = torch.zeros(1 if shared else -(-words // chunk), 2, layout.blocks)
     arguments = (
         flat.data_ptr(), gradient.data_ptr(), out.data_ptr(), DTYPES[x.dtype], given.scale.data_ptr(),
-        _address(given.zero_point), _address(given.minval), layout.address, given.grid.address, int(anchored),
+        address_of(given.zero_point), address_of(given.minval), layout.address, given.grid.address, int(anchored),
         sums.data_ptr(), layout.blocks, int(shared), words, chunk,
     )  # fmt: skip
     run_parts(learned_part, arguments, threads_for(layout.numel), (flat, gradient, out, sums, given))

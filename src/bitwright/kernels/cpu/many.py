@@ -22,13 +22,13 @@ from bitwright.kernels.straight_through import masked_gradient, straight_through
 
 from .choosing import choose_block
 from .compiling import called, compiled, entry, inlined
-from .fused import apply_mask, threads_for
+from .fused import apply_mask
 from .lanes import Scalar, peek_f32, peek_i16, peek_i64, poke_i32, stack_room
 from .mapping import FAKE, all_set, map_part
 from .memory import over
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .ranges import join_parts, keys_of, range_of_keys, range_of_row
-from .threads import run_parts
+from .threads import run_parts, threads_for
 from .walking import element_bytes, first_part, next_part, vector_room
 
 __all__ = ["SmallCall", "run_many", "suits"]

@@ -304,4 +304,6 @@ def forget_sources() -> None:
 
 def over(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own on the memory of ``x``, which nobody may read any more; gradients are off."""
-    return torch.empty(0, dtype=x.dtype).set_(x)
+    y: Any = torch.empty(0, dtype=x.dtype)
+    found: torch.Tensor = y.set_(x)
+    return found

@@ -13,7 +13,7 @@ from bitwright.kernels.grid import Grid
 
 from .arithmetic import BFLOAT16, FLOAT16, FLOAT32
 
-__all__ = ["DTYPES", "NativeGrid", "addresses_read", "native_grid", "scheme_code"]
+__all__ = ["DTYPES", "NativeGrid", "address_of", "addresses_read", "native_grid", "scheme_code"]
 
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _SYMMETRIC, _ASYMMETRIC, _POWER_OF_TWO = 0, 1, 2
@@ -73,3 +73,8 @@ def scheme_code(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int
     if scale_dtype is not None:
         return _POWER_OF_TWO + _LARGEST_EXPONENT[grid.dtype]
     return _ASYMMETRIC if scheme == "asymmetric" else _SYMMETRIC
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Address of a tensor's memory, or 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -20,16 +20,17 @@ from bitwright.kernels.straight_through import straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
-from .fused import apply_mask, find_parameters, goes_by_rows, observe_by_rows, threads_for
+from .fused import apply_mask
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, map_words
 from .memory import empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, addresses_read, native_grid, scheme_code
+from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
 from .relu import keep_signs, signs_to_keep
 from .snapshot import Snapshot, unchanged
 from .stages import AS_THEY_ARE, THIS_ALONE, new_call, stages_part
-from .threads import part_count, run_parts
+from .threads import part_count, run_parts, threads_for
 from .walking import vector_room
 
 __all__ = ["LargeCall", "ReadyCall", "suits"]

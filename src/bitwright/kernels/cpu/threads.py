@@ -19,11 +19,13 @@ import torch
 from .compiling import machine_code
 from .team import run_in_team, team_runs
 
-__all__ = ["part_count", "run_parts", "thread_count"]
+__all__ = ["part_count", "run_parts", "thread_count", "threads_for"]
 
 _Done = SimpleQueue[BaseException | None]
 _Task = tuple[Callable[..., object], tuple[Any, ...], object, _Done]
 
+# Below this number of elements, handing work to another thread costs more than it saves.
+GRAIN = 1 << 16
 # More parts than threads: what a thread that is held up leaves over is done by the others.
 _PARTS_PER_THREAD = 4
 
@@ -77,6 +79,11 @@ if hasattr(os, "register_at_fork"):
 def thread_count() -> int:
     """Number of threads that a kernel may use: torch's, so that DataLoader workers use one."""
     return torch.get_num_threads()
+
+
+def threads_for(elements: int) -> int:
+    """Number of threads that a pass over so many elements is worth."""
+    return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
 
 
 def part_count(threads: int) -> int:
