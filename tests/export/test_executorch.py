@@ -180,6 +180,17 @@ def test_int4_weights_of_dynamic_layers_take_half_a_byte(tmp_path):
     assert export_executorch(ready, (x,), tmp_path / "m.pte").stat().st_size < 0.75 * 256 * 256
 
 
+@pytest.mark.parametrize("name", ["int8 per token", "uint8 per tensor", "int8 per tensor, asymmetric"])
+def test_values_half_way_between_two_codes(name, tmp_path):
+    """They go to the even code, as in PyTorch, though the scale that XNNPACK finds differs in its last bit."""
+    torch.manual_seed(0)
+    values = torch.arange(-127.5, 128, 0.5)
+    model, x = nn.Linear(len(values), 16, bias=False).eval(), values[None] * torch.tensor([[0.3], [1.0]])
+    ready = _inputs_quantized(model, x, W8, DYNAMIC[name])
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100
+
+
 def test_rows_of_zeros_and_of_one_sign(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Linear(16, 8).eval(), torch.rand(6, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,6 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 __all__ = ["ActivationStandIns", "DynamicActivation", "activation_form", "saturates_as_int8"]
 
 _LOW, _HIGH = -128, 127
-_EPS = torch.finfo(torch.float32).eps
-_NUDGE = 2.0**-22
-"""Twice the relative error of a quotient times a reciprocal; far less than moves a code."""
 
 
 def activation_form(simulator: FakeQuantizeImplBase) -> str:
@@ -106,12 +104,11 @@ class DynamicActivation(ArithmeticActivation):
         return alone and self.scheme == "asymmetric" and self.grid.quant_max - self.grid.quant_min == _HIGH - _LOW
 
     def with_range(self, x: torch.Tensor) -> torch.Tensor:
-        """Append two columns to ``x`` from which XNNPACK finds the simulator's scale and zero point.
+        """Round ``x``, and append two columns from which XNNPACK finds the simulator's scale and zero point.
 
         XNNPACK spreads 256 codes from the smallest to the largest value of a row. The columns hold the values of its
-        first and its last code on the simulator's scale; ``x`` is clamped to the simulator's codes. A symmetric
-        range ends half-way between two codes, so there the scale is moved by a little to the side on which the
-        simulator rounds its largest value.
+        first and its last code on the simulator's scale, which XNNPACK's own differs from in the last bit. Rounded
+        values lie in the middle of a code, so that this moves none.
 
         Args:
             x: float32, shape (..., features).
@@ -120,29 +117,16 @@ class DynamicActivation(ArithmeticActivation):
             float32, shape (..., features + 2).
         """
         grid = self.grid
-        scale, zero = self._symmetric(x) if self.scheme.startswith("symmetric") else self._asymmetric(x)
-        first = 0 if grid.quant_min >= 0 else _LOW
-        ends = [((first + code) - zero) * scale for code in (0, _HIGH - _LOW)]
-        clamped = torch.minimum(x, (grid.quant_max - zero) * scale)
-        if self.scheme == "asymmetric":
-            clamped = torch.maximum(clamped, (grid.quant_min - zero) * scale)
-        return torch.cat([clamped, *(end.expand(*x.shape[:-1], 1) for end in ends)], -1)
-
-    def _symmetric(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-        grid = self.grid
-        dims = -1 if isinstance(self.granularity, PerTokenGranularity) else tuple(range(x.ndim))
-        largest = x.abs().amax(dims, keepdim=True)
-        half = (grid.quant_max - grid.quant_min) / 2
-        scale = torch.clamp(largest / half, min=_EPS)
-        rounds_up = (largest / scale >= half).to(torch.float32)
-        return scale * (1 + _NUDGE - 2 * _NUDGE * rounds_up), float(int((grid.quant_max + grid.quant_min + 1) / 2))
-
-    def _asymmetric(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         block_size = self.granularity.get_block_size(x.shape, CompressionTargetTensor.ACTIVATION)
         low, high = reference.min_max(x, block_size)
-        scale, zero_point, _ = reference.choose_qparams(low, high, grid=self.grid, scheme=self.scheme)
+        scale, zero_point, _ = reference.choose_qparams(low, high, grid=grid, scheme=self.scheme)
+        options: dict[str, Any] = {"block_size": block_size, "grid": grid}
         assert zero_point is not None
-        return scale, zero_point.to(torch.float32)
+        codes = reference.quantize(x, scale, zero_point, None, **options)
+        rounded = reference.dequantize(codes, scale, zero_point, None, **options)
+        first = 0 if grid.quant_min >= 0 else _LOW
+        ends = [((first + code) - zero_point) * scale for code in (0, _HIGH - _LOW)]
+        return torch.cat([rounded, *(end.expand(*x.shape[:-1], 1) for end in ends)], -1)
 
 
 @torch.library.custom_op("bitwright::dynamic_activation", mutates_args=())
