@@ -10,6 +10,7 @@ All addresses are integers. Vectors need no alignment beyond that of their eleme
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ __all__ = [
     "float_of_f16",
     "float_to_bits",
     "from_mask",
+    "give_way",
     "interleave_high",
     "interleave_low",
     "keep_first",
@@ -238,6 +240,12 @@ def _with_sign(builder: Any, magnitude: Any, sign: Any) -> Any:
     return _call(builder, f"llvm.copysign.v{LANES}f32", FLOATS.vector, magnitude, sign)
 
 
+def _give_way(builder: Any, _: Any) -> None:
+    """Let other threads of the system run where it offers that; takes a number that it does not need."""
+    if hasattr(os, "sched_yield"):
+        _call(builder, "sched_yield", _I32)
+
+
 _ADDRESS, _COUNT = types.int64, types.int64
 
 load_f32 = _operation(FLOATS, (_ADDRESS,), lambda b, a: _load(b, a, _F32))
@@ -331,6 +339,7 @@ fetch_add = _operation(
     types.int64, (_ADDRESS,), lambda b, a: b.atomic_rmw("add", _pointer(b, a, _I64), _I64(1), "acq_rel")
 )
 peek_shared = _operation(types.int64, (_ADDRESS,), lambda b, a: b.load_atomic(_pointer(b, a, _I64), "acquire", 8))
+give_way = _operation(types.void, (_COUNT,), _give_way)
 poke_f32 = _operation(types.void, (_ADDRESS, types.float32), _poke)
 poke_u8 = _operation(types.void, (_ADDRESS, types.uint8), _poke)
 poke_i16 = _operation(types.void, (_ADDRESS, types.int16), _poke)

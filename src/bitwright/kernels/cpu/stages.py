@@ -12,7 +12,7 @@ import numpy as np
 
 from .choosing import choose_block, track
 from .compiling import compiled, inlined
-from .lanes import LANES, fetch_add, peek_f32, peek_f64, peek_i64, peek_shared, poke_i32
+from .lanes import LANES, fetch_add, give_way, peek_f32, peek_f64, peek_i64, peek_shared, poke_i32
 from .mapping import FAKE, map_words
 from .ranges import HIGHEST, LOWEST, join_parts, widen
 from .relu import map_with_signs
@@ -23,6 +23,8 @@ __all__ = ["AS_THEY_ARE", "THIS_ALONE", "new_call", "stages_part"]
 # What is done about the parameters, besides the modes of ``choosing.blend`` for a running range.
 AS_THEY_ARE, THIS_ALONE = -1, 3
 _KEYS = 64
+# So often a thread looks whether the others are done before it lets the system run them in its place.
+_SHORT = 2000
 _BEGUN, _ENDED, _CHOSEN = 40, 48, 56
 
 
@@ -76,8 +78,11 @@ def observe_shared(call: int, job: int, parts: int, mode: int, room: int) -> Non
             choose_shared(call, job, parts, mode)
             fetch_add(call + _CHOSEN)
         part = fetch_add(call + _BEGUN)
+    waited = 0
     while peek_shared(call + _CHOSEN) == 0:
-        pass
+        waited += 1
+        if waited > _SHORT:
+            give_way(waited)
 
 
 @compiled
