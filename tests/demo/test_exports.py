@@ -105,11 +105,12 @@ def test_the_table_fits_80_columns_and_claims_nothing_that_did_not_run(tmp_path,
 
 
 def test_weights_that_a_target_stores_dense_are_told():
-    """ExecuTorch packs int8 only; the row says so, as the file is no smaller than the float model's."""
-    prepared = Quantizer(torch.nn.Linear(32, 8), QuantizerConfig.presets.w4(execution_mode="eager")).prepare(
-        (torch.zeros(1, 32),)
-    )
-    assert _dense_weights(TARGETS["executorch"], prepared).startswith("1 of 1 weights dense: it packs symmetric int8")
+    """ExecuTorch packs the linear layer's int4 weight, but not the convolution's; the row says so."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(32, 8, 1), torch.nn.Flatten(), torch.nn.Linear(32, 8))
+    prepared = Quantizer(model, QuantizerConfig.presets.w4(execution_mode="eager")).prepare((torch.zeros(1, 32, 2, 2),))
+    told = _dense_weights(TARGETS["executorch"], prepared)
+    assert told.startswith("1 of 2 weights dense: it packs symmetric signed integers")
+    assert told.endswith("in convolutions int8")
     assert _dense_weights(TARGETS["coreai"], prepared) == ""
 
 

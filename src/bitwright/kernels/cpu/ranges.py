@@ -28,7 +28,17 @@ from .lanes import (
 )
 from .walking import block_of_row, copy, element_bytes, first_part, next_part, staged, vector_room
 
-__all__ = ["HIGHEST", "LOWEST", "accumulate", "extremes", "join_parts", "keys_of", "range_of_keys", "range_of_row"]
+__all__ = [
+    "HIGHEST",
+    "LOWEST",
+    "accumulate",
+    "extremes",
+    "join_parts",
+    "keys_of",
+    "range_of_keys",
+    "range_of_row",
+    "widen",
+]
 
 HIGHEST, LOWEST = (1 << 31) - 1, -(1 << 31)
 
