@@ -17,6 +17,7 @@ from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quan
 from bitwright.quantization.spec import PerTokenGranularity
 from tests.measures import sqnr
 
+from .executorch_pieces import roundings
 from .models import CHANNEL, W8, ConvNet, Mlp, blocks, built, prepared
 
 TOKEN = PerTokenGranularity()
@@ -189,6 +190,70 @@ def test_values_half_way_between_two_codes(name, tmp_path):
     ready = _inputs_quantized(model, x, W8, DYNAMIC[name])
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
     assert sqnr(ready(x), found) > 100
+
+
+class Looked(nn.Module):
+    """A layer that reads rows of a quantized table, which are multiples of one scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 48)
+        self.head = nn.Linear(48, 64, bias=False)
+
+    def forward(self, x):
+        return self.head(self.table(x))
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+def test_multiples_of_a_scale_half_way_between_two_codes(scheme, tmp_path):
+    """Also where XNNPACK could find the range by itself; its codes of such rows would not be PyTorch's."""
+    torch.manual_seed(0)
+    model, x = Looked().eval(), torch.arange(64)[None]
+    activation = QuantizationSpec(qscheme="asymmetric", granularity=TOKEN, qparam_calculator_cls="dynamic")
+    table = {"weight": QuantizationSpec(qscheme=scheme)}
+    config = QuantizerConfig(
+        global_config=None,
+        module_type_configs={
+            nn.Embedding: ModuleQuantizerConfig(op_state_spec=table, op_input_spec=None, op_output_spec=None),
+            nn.Linear: ModuleQuantizerConfig(
+                op_state_spec={"weight": W8}, op_input_spec={"*": activation}, op_output_spec=None
+            ),
+        },
+    )
+    ready = Quantizer(model, config).prepare((x,))
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100
+
+
+class Block(nn.Module):
+    """A norm, whose sums no two runtimes add in one order, and layers around an activation function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("name", ["int8 per token", "uint8 per tensor"])
+def test_all_roundings_beside_calibrated_activations_are_pytorchs_or_ties(name, tmp_path):
+    """Whatever one moved code becomes further on, nothing rounds wrongly by itself."""
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(8, 50, 64)
+    linear = ModuleQuantizerConfig(
+        op_state_spec={"weight": W8}, op_input_spec={"*": DYNAMIC[name]}, op_output_spec=None
+    )
+    config = QuantizerConfig(module_type_configs={nn.Linear: linear}, execution_mode="graph")
+    quantizer = Quantizer(model, config)
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    rows = roundings(ready, (x,), tmp_path / "piece.pte")
+    assert {row.name.partition("_")[0] for row in rows} == {"quantize", "round"}
+    assert sum(row.numbers for row in rows) > 150_000
+    assert sum(row.differing for row in rows) < 20
+    assert max(row.error for row in rows) < 1e-4
 
 
 def test_rows_of_zeros_and_of_one_sign(tmp_path):

@@ -18,7 +18,9 @@ __all__ = ["lower_dynamic_activations", "multiply_by_codes"]
 
 _ops = torch.ops.quantized_decomposed
 _MARKER = "bitwright::dynamic_activation"
+_DEQUANTIZES = "quantized_decomposed::dequantize"
 _INTEGERS = (DEQUANTIZE, "quantized_decomposed::dequantize_per_token")
+_PRODUCTS = ("aten::linear", "aten::conv", "aten::matmul", "aten::bmm", "aten::scaled_dot_product")
 _RANGE = (-128, 127, torch.int8)
 _INT4 = (-8, 7)
 
@@ -27,7 +29,9 @@ def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str
     """Write activations that are quantized at run time in the form of each reader.
 
     A linear layer with a constant weight of one scale for each output quantizes row by row in XNNPACK; see
-    :meth:`DynamicActivation.with_range`. Other readers get plain arithmetic.
+    :meth:`DynamicActivation.with_range`. Other readers get plain arithmetic. Where XNNPACK finds the simulator's range
+    by itself it reads the values as they are, unless they are multiples of another scale: many of those lie half-way
+    between two codes, and XNNPACK does not round such values as the simulator does.
 
     Args:
         program: changed in place.
@@ -35,15 +39,20 @@ def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str
     """
     markers = [node for node in program.graph.nodes if op_name(node) == _MARKER]
     found = {node: activations[str(node.args[1])] for node in markers}
-    layers = _layers(program, found)
+    as_they_are = {
+        node
+        for node, activation in found.items()
+        if activation.is_found_by_xnnpack(node.meta["val"].shape) and not _is_on_a_grid(program, node)
+    }
+    layers = _layers(program, found, as_they_are)
     for codes in {_codes(layer): None for layer in layers}:
-        _set_weight(program, codes, layers, found)
+        _set_weight(program, codes, as_they_are)
     for node, activation in found.items():
         x: Any = node.args[0]
         rows = [user for user in node.users if user in layers]
         with program.graph.inserting_before(node):
             if rows:
-                wide = x if _is_plain(node, activation) else _inlined(program.graph, activation.with_range, x)
+                wide = x if node in as_they_are else _inlined(program.graph, activation.with_range, x)
             if len(rows) < len(node.users):
                 plain = _inlined(program.graph, activation.arithmetic, x)
         for user in list(node.users):
@@ -100,11 +109,30 @@ def _codes(layer: fx.Node) -> fx.Node:
     return codes
 
 
-def _is_plain(marker: fx.Node, activation: DynamicActivation) -> bool:
-    return activation.is_found_by_xnnpack(marker.meta["val"].shape)
+def _is_on_a_grid(program: ExportedProgram, marker: fx.Node) -> bool:
+    """Whether values may be multiples of a scale: they come from a quantized tensor, with no product between."""
+    stack, seen = list(marker.all_input_nodes), set()
+    while stack:
+        node = stack.pop()
+        name = op_name(node)
+        if name == _MARKER or name.startswith((_DEQUANTIZES, "aten::round")) or _is_dense_table(program, node):
+            return True
+        if node not in seen and not name.startswith(_PRODUCTS):
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
 
 
-def _layers(program: ExportedProgram, found: Mapping[fx.Node, DynamicActivation]) -> set[fx.Node]:
+def _is_dense_table(program: ExportedProgram, node: fx.Node) -> bool:
+    """Whether an embedding reads decoded values; those are a buffer, where others are parameters."""
+    return (
+        op_name(node) == "aten::embedding" and node.all_input_nodes[0].name in program.graph_signature.inputs_to_buffers
+    )
+
+
+def _layers(
+    program: ExportedProgram, found: Mapping[fx.Node, DynamicActivation], as_they_are: set[fx.Node]
+) -> set[fx.Node]:
     """The linear layers that can quantize what they read; all readers of a weight, or none of them."""
     layers: set[fx.Node] = set()
     by_codes: dict[fx.Node, list[fx.Node]] = {}
@@ -115,7 +143,7 @@ def _layers(program: ExportedProgram, found: Mapping[fx.Node, DynamicActivation]
         alone = len(codes.users) == len(readers) and all(len(user.users) == 1 for user in codes.users)
         read = [_read(node) for node in readers]
         whole = all(node in found for node in read) and all(_fits(program, node) for node in readers)
-        if alone and whole and len({_is_plain(node, found[node]) for node in read}) == 1:
+        if alone and whole and len({node in as_they_are for node in read}) == 1:
             layers.update(readers)
     return layers
 
@@ -135,16 +163,13 @@ def _fits(program: ExportedProgram, layer: fx.Node) -> bool:
     return bias is None or (isinstance(bias, fx.Node) and bias.name in constants)
 
 
-def _set_weight(
-    program: ExportedProgram, codes: fx.Node, layers: set[fx.Node], found: Mapping[fx.Node, DynamicActivation]
-) -> None:
+def _set_weight(program: ExportedProgram, codes: fx.Node, as_they_are: set[fx.Node]) -> None:
     """Give a weight the columns of zeros that its activation's range is multiplied with, and its range of codes."""
     name = program.graph_signature.inputs_to_buffers[codes.name]
     values = program.state_dict[name]
     small = bool(((values >= _INT4[0]) & (values <= _INT4[1])).all())
     readers = [reader for user in codes.users for reader in user.users]
-    marker = _read(readers[0])
-    if not _is_plain(marker, found[marker]):
+    if _read(readers[0]) not in as_they_are:
         program.state_dict[name] = torch.nn.functional.pad(values, (0, 2))
         codes.meta["val"] = torch.nn.functional.pad(codes.meta["val"], (0, 2))
     for weight in list(codes.users):
