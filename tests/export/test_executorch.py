@@ -95,6 +95,37 @@ def test_int8_layers_around_other_operators_run_in_xnnpack(tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]
 
 
+class Rearranged(nn.Module):
+    """Two layers, the second of which quantizes what the first did once more, in another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x).view(2, 5, 2, 8).transpose(1, 2))
+
+
+def test_tensors_with_two_scales_around_a_move_run_in_xnnpack(tmp_path, caplog):
+    """Its runtime would refuse a reshape of int8 with one scale to int8 with another."""
+    torch.manual_seed(0)
+    model, x = Rearranged().eval(), torch.randn(2, 5, 16)
+    modules = {
+        name: ModuleQuantizerConfig(op_state_spec={"weight": W8}, op_input_spec=spec, op_output_spec=spec)
+        for name, spec in (
+            ("first", {"*": QuantizationSpec(qscheme="asymmetric")}),
+            ("second", {"*": QuantizationSpec(qscheme="symmetric")}),
+        )
+    }
+    quantizer = Quantizer(model, QuantizerConfig(global_config=None, module_name_configs=modules))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 35
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
 class Gated(nn.Module):
     """A layer whose output goes through an activation function before it is quantized."""
 

@@ -22,6 +22,10 @@ _QUANTIZE = "quantized_decomposed::quantize_per_tensor"
 _PRODUCTS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
 _FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
 """Ops that XNNPACK does in the layer in front of them."""
+_MOVES = tuple(
+    f"aten::{name}"
+    for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "slice")
+)
 
 
 def check_convolutions(module: fx.GraphModule) -> None:
@@ -55,17 +59,18 @@ def dequantize_for_each_reader(module: fx.GraphModule) -> None:
 
 
 def dequantize_in_floats(module: fx.GraphModule) -> None:
-    """Dequantize by arithmetic what goes into a layer whose output is not quantized at once.
+    """Dequantize by arithmetic what goes into a layer whose output is not quantized at once, or is only moved.
 
     XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
-    one side only, and its runtime then refuses the file.
+    one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales.
     """
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         users = list(node.users)
-        if op_name(node) != DEQUANTIZE or not users or not op_name(users[0]).startswith(_PRODUCTS):
+        if op_name(node) != DEQUANTIZE or not users:
             continue
-        if _is_quantized_at_once(users[0]):
+        enters_floats = op_name(users[0]).startswith(_PRODUCTS) and not _is_quantized_at_once(users[0])
+        if not enters_floats and not _has_two_scales(node, users[0]):
             continue
         codes, scale, zero_point = node.args[:3]
         with module.graph.inserting_before(node):
@@ -83,6 +88,12 @@ def _is_quantized_at_once(node: fx.Node) -> bool:
     if len(readers) == 1 and op_name(readers[0]).startswith(_FUSED):
         return _is_quantized_at_once(readers[0])
     return all(op_name(reader) == _QUANTIZE for reader in readers)
+
+
+def _has_two_scales(dequantize: fx.Node, reader: fx.Node) -> bool:
+    """Whether what an op moves is quantized by other parameters in front of it and behind it."""
+    behind = [user.args[1:3] for user in reader.users if op_name(user) == _QUANTIZE]
+    return op_name(reader).startswith(_MOVES) and any(parameters != dequantize.args[1:3] for parameters in behind)
 
 
 def op_name(node: fx.Node) -> str:
