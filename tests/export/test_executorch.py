@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("executorch.exir")
 
 from bitwright.export.capabilities import check_plan
+from bitwright.export.conversion import ConversionError
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.planning import Severity
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
@@ -389,6 +390,23 @@ def test_convolutions_in_three_dimensions_are_refused(kind, mode, tmp_path):
     with pytest.raises(ValueError, match=r"three dimensions: conv"):
         export_executorch(ready, (x,), tmp_path / "m.pte")
     assert not (tmp_path / "m.pte").exists()
+
+
+def test_damaged_files_and_wrong_inputs_are_named(tmp_path):
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    path = export_executorch(ready, (x,), tmp_path / "model.pte")
+    for inputs in ((), (x[:1, :3].contiguous(),)):
+        with pytest.raises(ConversionError, match=r"model\.pte' on inputs of shape (none|\(1, 3\))"):
+            run_executorch(path, inputs)
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[: len(content) // 2], bytes(len(content))):
+        path.write_bytes(damaged)
+        with pytest.raises(ConversionError, match=r"cannot run .*model\.pte'.*Write the file anew"):
+            run_executorch(path, (x,))
+    path.unlink()
+    with pytest.raises(ConversionError, match=r"model\.pte"):
+        run_executorch(path, (x,))
 
 
 def test_fp8_activations_are_refused_by_name(tmp_path):

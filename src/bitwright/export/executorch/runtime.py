@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from bitwright.export.conversion import ConversionError
 from bitwright.export.extras import require
 
 __all__ = ["check", "run_executorch"]
@@ -18,9 +19,17 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
 
     Raises:
         MissingExtraError: ExecuTorch is not installed.
+        ConversionError: there is no whole program in the file, or it does not take the inputs.
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
-    return [output.clone() for output in _load(path).execute(list(inputs))]
+    try:
+        return [output.clone() for output in _load(path).execute(list(inputs))]
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+        raise ConversionError(
+            f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {shapes or 'none'}: {error}. Write the "
+            "file anew if it is damaged; a program takes contiguous tensors of the shapes that it was exported with."
+        ) from error
 
 
 def check(path: Path, program: Any, inputs: tuple[Any, ...], enough_db: float) -> None:
