@@ -17,6 +17,7 @@ from .dispatch import (
 from .grid import Grid, block_counts
 from .learned import learned_gradient
 from .many import Task, fake_quantize_many
+from .remade import quantized_weights_kept
 from .saved import saved_as_codes
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",
     "quantize",
+    "quantized_weights_kept",
     "release_idle_memory",
     "saved_as_codes",
     "set_form",

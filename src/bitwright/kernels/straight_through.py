@@ -9,7 +9,7 @@ import torch
 
 from .ownership import References, is_unshared, references_to
 
-__all__ = ["masked_gradient", "straight_through"]
+__all__ = ["is_straight_through", "masked_gradient", "straight_through"]
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -71,6 +71,14 @@ class _StraightThrough(torch.autograd.Function):
         references = references_to(grad)
         (mask,) = ctx.saved_tensors
         return masked_gradient(grad, ctx.strides, mask, ctx.pass_on, references), None, None, None
+
+
+_NODE: Any = _StraightThrough._backward_cls
+
+
+def is_straight_through(node: Any) -> bool:
+    """Return whether a node of the graph is one that ``straight_through`` made."""
+    return type(node) is _NODE
 
 
 # Without the function around it that prepares arguments for the transforms of ``torch.func``.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller, pass_through
+from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
@@ -89,9 +90,12 @@ class TracedGraphModule(fx.GraphModule):
         ):
             return super().recompile()
 
-    def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any]]:
-        """What generated code calls simulators by: for an argument that is needed further, and for another."""
-        return caller(), caller(last=True), self._modules
+    def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any], Callable[[Any], None]]:
+        """What generated code calls simulators by (for an argument that is needed further, and for another), and more.
+
+        The last is told of results of operations that may have kept a quantized weight.
+        """
+        return caller(), caller(last=True), self._modules, forget_weight
 
     def _quantized_weights(self, by: Caller) -> dict[str, torch.Tensor]:
         """Weights quantized before their turn, by their simulators' names; ``by`` is how simulators are called."""
@@ -128,12 +132,19 @@ class TracedGraphModule(fx.GraphModule):
 
 # A call of a module in generated code; what follows says that its argument is not used any more.
 _MODULE_CALL = re.compile(r"^(\w+)(.*) = self\.(\w+)\((\w+)\)(;  \4 = None$)?", re.MULTILINE)
+# A line that gives a variable its value.
+_RESULT = re.compile(r"^(\w+)(?: : [^=]+)? = .*$", re.MULTILINE)
 # A read of a tensor in generated code, and the steps to it: ``getattr(getattr(self, "0").block, "1").weight``.
 _READ = re.compile(r"^(\w+) = ((?:getattr\()*self(?:\.\w+|, \"[^\"\\]+\"\))+)$", re.MULTILINE)
 _STEP = re.compile(r', "([^"]+)"\)|\.(\w+)')
 # Fewer weights gain nothing from being quantized together.
 _WORTH_JOINING = 4
-_CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules"
+_CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules, _bitwright_forget"
+# Operations that keep a weight for the backward pass.
+_KEEPS_WEIGHT = frozenset(
+    {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
+    | {f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3)}
+)
 
 
 def _with_short_ways(body: list[str], module: TracedGraphModule) -> list[str]:
@@ -162,10 +173,24 @@ def _with_short_ways(body: list[str], module: TracedGraphModule) -> list[str]:
     text = _READ.sub(lambda read: _short_read(read, module), "".join(changed))
     if not directly:
         return [text]
+    readers = _readers_of_weights(module.graph, directly)
+    if readers:
+        text = _RESULT.sub(lambda r: f"{r[0]}\n_bitwright_forget({r[1]})" if r[1] in readers else r[0], text)
     before = [f"{_CALLERS} = self._callers()\n"]
     if weights:
         before.append("_bitwright_weights = self._quantized_weights(_bitwright_pass)\n")
     return [*before, _MODULE_CALL.sub(direct, text)]
+
+
+def _readers_of_weights(graph: fx.Graph, directly: Collection[str]) -> set[str]:
+    """Return the names of operations that may keep what one of these simulators made of a weight."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "").partition(".")[0] in _KEEPS_WEIGHT:
+            made = (given for given in node.all_input_nodes if given.op == "call_module" and given.target in directly)
+            if any(simulated.all_input_nodes[0].op == "get_attr" for simulated in made):
+                found.add(node.name)
+    return found
 
 
 def _short_read(read: re.Match[str], module: nn.Module) -> str:

@@ -5,10 +5,11 @@ the kernel writes, which takes as long as the kernel itself, or longer. Memory t
 kept for the next results, unless they turn out to be of other sizes.
 
 Smaller results gain in another way. In training they come and go, or stay until the backward pass, between the
-tensors of other operations, and leave holes in the allocator's memory that fit none of these later: the memory of a
-step then grows far beyond what is alive. Results, and the masks and codes that wait for the backward pass, therefore
-lie in blocks of their own. And what a result was made from, if it dies soon, leaves no hole: its memory is held for a
-little while, to become that of a later result of the same size.
+tensors of other operations, and what these leave are holes in the allocator's memory that fit none of them later: the
+memory of a step then grows far beyond what is alive. So what a result was made from, if it dies soon, leaves no hole:
+its memory is held for a little while, to become that of a later result of the same size. And where there is none, a
+result is asked for without alignment, for then it fits a hole of its own size; torch asks for more. Masks and codes
+that wait for the backward pass lie in blocks of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "over",
     "release_idle",
     "result_from",
+    "unaligned_like",
 ]
 
 LARGE = 1 << 18
@@ -52,8 +54,10 @@ _SMALL_UNIT = 1 << 16
 _LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 20, 4 << 20
 _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
-# So many of the tensors that results were made from are watched for their end.
-_WATCHED = 5
+# For so many further results the tensor that one was made from is watched for its end.
+_WATCHED_FOR = 5
+# Larger tensors get memory of their own from glibc, which leaves no holes.
+_MOST_UNALIGNED = 32 << 20
 _MADV_HUGEPAGE = 14
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -250,7 +254,8 @@ class _Sources(threading.local):
 
     def __init__(self) -> None:
         self._watched: deque[torch.UntypedStorage] = deque()
-        self._bytes = 0
+        self._since: deque[int] = deque()  # the number of the result that was made from each
+        self._bytes = self._results = 0
         self._forward = False
 
     def watch(self, x: torch.Tensor) -> None:
@@ -259,18 +264,26 @@ class _Sources(threading.local):
         if storage.nbytes() != x.numel() * x.dtype.itemsize or storage.is_shared():
             return
         self._watched.append(storage)
+        self._since.append(self._results)
         self._bytes += storage.nbytes()
-        while len(self._watched) > _WATCHED or self._bytes > _MOST_IDLE:
-            self._bytes -= self._watched.popleft().nbytes()
+        while self._bytes > _MOST_IDLE:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        self._since.popleft()
+        self._bytes -= self._watched.popleft().nbytes()
 
     def take(self, size: int) -> torch.UntypedStorage | None:
         """Memory of so many bytes that nobody uses any more; None if there is none."""
         self._forward = True
+        self._results += 1
         watched = self._watched
+        while watched and self._results - self._since[0] > _WATCHED_FOR:
+            self._drop_first()
         for place in range(len(watched)):
             if watched[place].nbytes() == size and is_forgotten(watched, place):
                 found = watched[place]
-                del watched[place]
+                del watched[place], self._since[place]
                 self._bytes -= size
                 return found
         return None
@@ -280,6 +293,7 @@ class _Sources(threading.local):
             self._forward = False
             _blocks.begin_backward()
         self._watched.clear()
+        self._since.clear()
         self._bytes = 0
 
 
@@ -294,7 +308,15 @@ def result_from(x: torch.Tensor) -> torch.Tensor:
     found = _sources.take(size)
     if x.grad_fn is not None and owns_memory(x):
         _sources.watch(x)
-    return empty_like(x) if found is None else torch.empty(0, dtype=x.dtype).set_(found, 0, x.shape, x.stride())
+    if found is None:
+        return unaligned_like(x) if size <= _MOST_UNALIGNED else empty_like(x)
+    return torch.empty(0, dtype=x.dtype).set_(found, 0, x.shape, x.stride())
+
+
+def unaligned_like(x: torch.Tensor) -> torch.Tensor:
+    """``torch.empty_like`` on the CPU for a plain tensor without holes, on memory as ``malloc`` aligns it."""
+    memory = torch.from_numpy(np.empty(x.numel() * x.dtype.itemsize, dtype=np.uint8))
+    return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), 0, x.shape, x.stride())
 
 
 def forget_sources() -> None:

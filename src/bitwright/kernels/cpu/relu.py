@@ -19,7 +19,7 @@ from .arithmetic import load, store
 from .compiling import compiled, inlined
 from .lanes import from_mask, load_mask, splat, store_mask
 from .mapping import FAKE, map_words
-from .memory import empty_like, lasting_bytes
+from .memory import lasting_bytes, unaligned_like
 from .native import DTYPES
 from .threads import run_parts
 from .walking import VECTOR, copy, element_bytes, first_part, next_part, staged, vector_room
@@ -183,6 +183,6 @@ def keep_signs(x: torch.Tensor, threads: int) -> None:
 
 
 def _values(signs: torch.Tensor, like: torch.Tensor, threads: int) -> torch.Tensor:
-    y = empty_like(like, device=signs.device)
+    y = unaligned_like(like)
     run_parts(values_part, (signs.data_ptr(), y.data_ptr(), DTYPES[y.dtype], y.numel()), threads, (signs, y))
     return y

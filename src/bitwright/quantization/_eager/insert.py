@@ -10,6 +10,7 @@ from torch import nn
 
 from bitwright._utils.forward_scope import wrap_forward
 from bitwright._utils.parametrization import parametrize_tensor
+from bitwright.kernels.layout import SMALL
 from bitwright.planning import Placement, Plan, Site
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program import ModuleCall, Op, Program
@@ -64,6 +65,9 @@ class Insertion:
             if module is None:  # an alias of a module that is already done under its canonical name
                 continue
             self._undo.append(parametrize_tensor(module, attribute, simulator))
+            call = self._program.calls.get(path)
+            if call is not None and placement.state.tensor.numel() >= SMALL and _is_single_op(module, call):
+                self._scope_of(module, call)  # which has the op forget the quantized weight
 
     def _insert_activation(self, simulator: FakeQuantizeImplBase, site: Site) -> None:
         op = site.op
@@ -86,15 +90,20 @@ class Insertion:
         if site.value not in crossing:
             return False
         index = crossing.index(site.value)
-        scope = self._scopes.get(call.path)
-        if scope is None:
-            scope = self._scopes[call.path] = OpScope(module)
-            self._undo.append(wrap_forward(scope))
+        scope = self._scope_of(module, call)
         if site.argument is not None:
             scope.inputs.append((index, call.input_names[index], child))
         else:
             scope.outputs.append((index, child))
         return True
+
+    def _scope_of(self, module: nn.Module, call: ModuleCall) -> OpScope:
+        """The scope around a module that is one op; put there if it is not there yet."""
+        scope = self._scopes.get(call.path)
+        if scope is None:
+            scope = self._scopes[call.path] = OpScope(module)
+            self._undo.append(wrap_forward(scope))
+        return scope
 
     def _add_to_table(self, op: Op, site: Site, child: str) -> None:
         table = self._tables.setdefault(op.module_path, CallTable(op.module_path))

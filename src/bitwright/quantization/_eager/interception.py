@@ -27,6 +27,7 @@ from bitwright._utils.call_frames import calling_code, shielded, thread_frames
 from bitwright._utils.direct_calls import caller
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
+from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 
 from .recompute import checkpoint_here, repeat_with
@@ -208,6 +209,7 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
             overwritten = id(entry) == id(target) and entry.requires_grad
             holder[key] = call(simulate, entry.clone() if overwritten and simulate.keeps_input() else entry)
     held = [func(*args, **kwargs)]
+    forget_weight(held[0])
     if target is None:
         return _simulate_outputs(held, sites.outputs, children)
     result = held.pop()
@@ -310,6 +312,7 @@ class OpScope(ForwardScope):
                 kwargs[name] = call(children[child], kwargs[name])
         inner = self.inner
         held = [type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)]
+        forget_weight(held[0])
         return _simulate_outputs(held, self.outputs, children)
 
 

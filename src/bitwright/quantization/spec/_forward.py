@@ -14,6 +14,7 @@ from bitwright import kernels
 from bitwright._utils.direct_calls import Call
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import Grid
+from bitwright.kernels.remade import remember_making
 
 from ._block_layout import BlockLayout
 from ._one_pass import (
@@ -234,7 +235,12 @@ class FakeQuantizeForward(SwitchedModule):
         if settled and self.keep_frozen_weight and not self.training and not _needs_grad(weight):
             return self._kept(weight, calculator, known, y)
         self._shorten(following, weight, calculator)
-        return self._fake_quantize(weight, *qparams) if y is None else y
+        if y is None:
+            y = self._fake_quantize(weight, *qparams)
+        if self._is_fused() and not self._is_off:
+            how = self._block_size(weight.shape), self._current_grid()
+            remember_making(y, weight, qparams, *how, kernels.form_of(weight))
+        return y
 
     def _observe_weight(
         self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase, static: bool

@@ -16,8 +16,10 @@ from torch.autograd.graph import increment_version
 
 from bitwright._utils.direct_calls import Call
 from bitwright.kernels import Task
-from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, undisturbed
+from bitwright.kernels.dispatch import form_of, note_codes, ready_call, take_snapshot, undisturbed
+from bitwright.kernels.layout import SMALL
 from bitwright.kernels.many import LARGEST
+from bitwright.kernels.remade import remember_making
 
 from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
 from ._recall import will_be_repeated
@@ -290,9 +292,16 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
             return None
         return task
 
+    large = weight.numel() >= SMALL
+
     def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         task = what(simulator, weight)
-        return None if task is None or not undisturbed() or _is_repeated(simulator) else task.run(weight)
+        if task is None or not undisturbed() or _is_repeated(simulator):
+            return None
+        y = task.run(weight)
+        if large and y is not None:
+            remember_making(y, weight, task.made, task.block_size, task.grid, form_of(weight))
+        return y
 
     simulator._shortcut.task = what
     return call
