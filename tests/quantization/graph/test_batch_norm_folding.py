@@ -135,7 +135,8 @@ def test_the_scale_is_made_once_and_copies_go_on_without(simulated: bool, monkey
     """Gradients are those of a scale made twice, and a forward that broke off between the two leaves nothing behind."""
     made: list[object] = []
     plain = batch_norm.FoldLayout.divisible_scale
-    monkeypatch.setattr(batch_norm.FoldLayout, "divisible_scale", lambda *given: (made.append(given), plain(*given))[1])
+    counted = staticmethod(lambda *given: (made.append(given), plain(*given))[1])
+    monkeypatch.setattr(batch_norm.FoldLayout, "divisible_scale", counted)
     torch.manual_seed(0)
     model = with_statistics(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
     config = W8 if simulated else QuantizerConfig.presets.w8().set_module_name("0", None)
@@ -155,6 +156,24 @@ def test_the_scale_is_made_once_and_copies_go_on_without(simulated: bool, monkey
     assert len(made) == 1 + 2
     for once, again in zip(*found, strict=True):
         torch.testing.assert_close(once, again, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 6])
+def test_scales_are_those_that_do_not_ask_for_zeros(zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether any gain is 0 is asked before the operations that see to it; scale and gradient are the same bits."""
+    gamma, deviation = torch.randn(6), torch.rand(6) + 0.5
+    gamma[:zeros] = 0
+    found = []
+    for asks in (True, False):
+        if not asks:
+            monkeypatch.setattr(batch_norm, "_is_nonzero", lambda _: False)
+        leaf = gamma.clone().requires_grad_()
+        scale = batch_norm.FoldLayout.divisible_scale(leaf, deviation)
+        scale.square().sum().backward()
+        found.append((scale, leaf.grad))
+    assert bool(found[0][0].all())
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_gain_of_zero_trains() -> None:

@@ -18,6 +18,8 @@ from threading import get_ident
 import torch
 from torch import nn
 
+from bitwright.kernels.dispatch import is_plain_torch
+
 __all__ = [
     "BiasFold",
     "FoldLayout",
@@ -60,13 +62,19 @@ class FoldLayout:
 
     def scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``s``, one number per channel."""
-        deviation = torch.sqrt(var + self.eps)
-        return 1.0 / deviation if gamma is None else gamma / deviation
+        return _scale(gamma, self.deviation(var))
 
-    def divisible_scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
-        """Return ``s``, with ``1 / sqrt(var + eps)`` where gamma is 0: the weight can be divided by it again."""
-        scale = self.scale(gamma, var)
-        return scale if gamma is None else torch.where(scale == 0, self.scale(None, var), scale)
+    def deviation(self, var: torch.Tensor) -> torch.Tensor:
+        """Return ``sqrt(var + eps)``."""
+        return torch.sqrt(var + self.eps)
+
+    @staticmethod
+    def divisible_scale(gamma: torch.Tensor | None, deviation: torch.Tensor) -> torch.Tensor:
+        """Return ``s``, with ``1 / deviation`` where gamma is 0: the weight can be divided by it again."""
+        scale = _scale(gamma, deviation)
+        if gamma is None or _is_nonzero(scale):
+            return scale
+        return torch.where(scale == 0, _scale(None, deviation), scale)
 
     def apply(
         self,
@@ -79,6 +87,16 @@ class FoldLayout:
         if self.split_shape is None:
             return operation(weight, scale)
         return operation(weight.reshape(self.split_shape), scale).reshape(weight.shape)
+
+
+def _scale(gamma: torch.Tensor | None, deviation: torch.Tensor) -> torch.Tensor:
+    return 1.0 / deviation if gamma is None else gamma / deviation
+
+
+def _is_nonzero(scale: torch.Tensor) -> bool:
+    """Whether no number is 0, where asking takes less time than the operations that it saves."""
+    plain = not torch.compiler.is_compiling() and scale.is_cpu and type(scale) is torch.Tensor and is_plain_torch()
+    return plain and bool(scale.detach().all())
 
 
 class _ScaleInUse:
@@ -110,12 +128,12 @@ class _Fold(nn.Module):
         self.layout = layout
         self._seen: torch.Tensor | None = None
 
-    def _variance(self, var: torch.Tensor) -> torch.Tensor:
-        """Return the variance before this step's batch; a recomputed forward must fold as the first one did."""
+    def _deviation(self, var: torch.Tensor) -> torch.Tensor:
+        """Return the deviation before this step's batch; a recomputed forward must fold as the first one did."""
         if torch.compiler.is_compiling():
-            return var
+            return self.layout.deviation(var)
         if self._seen is None or not is_recomputing():
-            self._seen = var.detach().clone()
+            self._seen = self.layout.deviation(var.detach())
         return self._seen
 
 
@@ -137,7 +155,7 @@ class WeightFold(_Fold):
         layout = self.layout
         if not self.training:
             return layout.apply(torch.mul, weight, layout.scale(gamma, var))
-        scale = layout.divisible_scale(gamma, self._variance(var))
+        scale = layout.divisible_scale(gamma, self._deviation(var))
         self.in_use.keep(scale, gamma)
         return layout.apply(torch.mul, weight, scale)
 
@@ -159,7 +177,7 @@ class WeightUnfold(_Fold):
             return weight
         scale = self.in_use.take(gamma)
         if scale is None:
-            scale = self.layout.divisible_scale(gamma, self._variance(var))
+            scale = self.layout.divisible_scale(gamma, self._deviation(var))
         return self.layout.apply(torch.div, weight, scale)
 
 
