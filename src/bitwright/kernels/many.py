@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ class Task:
             return None
         y: torch.Tensor = call.run(x)
         return self._marked(y) if marking(y) else y
+
+    @property
+    def again(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The prepared call for a tensor like the last, without observing or a gradient; None for a small one."""
+        return getattr(self._call, "again", None)
 
     def _prepared(self, x: torch.Tensor) -> Any:
         """The prepared call for a plain tensor on the CPU of at most ``LARGEST`` elements; None for any other."""

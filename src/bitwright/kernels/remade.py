@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .grid import Grid
 from .layout import SMALL
-from .saved import replace_saved
+from .saved import replace_saved, versions_of
 from .straight_through import is_straight_through
 
 __all__ = ["forget_weight", "quantized_weights_kept", "remember_making"]
@@ -37,6 +37,7 @@ _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0"})
 _MAKING = "bitwright_making"
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Remake = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Waiting(threading.local):
@@ -52,13 +53,16 @@ _waiting = _Waiting()
 class _Making:
     """How a weight was quantized."""
 
-    __slots__ = ("_form", "_made", "_options", "_version", "_weight", "at")
+    __slots__ = ("_copies", "_form", "_made", "_options", "_ready", "_version", "_versions", "_weight", "at")
 
-    def __init__(self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, form: Any, **options: Any) -> None:
+    def __init__(
+        self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, form: Any, ready: Remake | None, **options: Any
+    ) -> None:
         self.at = y.data_ptr()
         self._weight, self._version = weight.detach(), weight._version
         # The quantizer's buffers may change before the backward pass.
-        self._made = tuple(None if t is None else t.detach().clone() for t in made)
+        self._copies = tuple(None if t is None else t.detach().clone() for t in made)
+        self._made, self._versions, self._ready = made, versions_of(made), ready
         self._form, self._options = form, options
 
     def again(self) -> torch.Tensor:
@@ -70,12 +74,20 @@ class _Making:
                 "before the weight changes, or the forward pass inside bitwright.kernels.quantized_weights_kept()."
             )
         with torch.no_grad():
-            y: torch.Tensor = self._form.fake_quantize(weight, *self._made, **self._options)
+            if self._ready is not None and versions_of(self._made) == self._versions:
+                return self._ready(weight)
+            y: torch.Tensor = self._form.fake_quantize(weight, *self._copies, **self._options)
         return y
 
 
 def remember_making(
-    y: torch.Tensor, weight: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: Grid, form: Any
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    made: Parameters,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    form: Any,
+    ready: Remake | None = None,
 ) -> None:
     """Note on a quantized weight how it was made, for ``forget_weight``.
 
@@ -86,10 +98,11 @@ def remember_making(
         block_size: shape of one block.
         grid: the codes.
         form: the module whose ``fake_quantize`` made it.
+        ready: a prepared call that makes it again, of the parameters as they lie in ``made`` then.
     """
     node = y.grad_fn
     if y.numel() >= SMALL and weight.is_leaf and is_straight_through(node) and not _waiting.kept:
-        setattr(node, _MAKING, _Making(y, weight, made, form, block_size=block_size, grid=grid))
+        setattr(node, _MAKING, _Making(y, weight, made, form, ready, block_size=block_size, grid=grid))
         _waiting.weight = True
 
 

@@ -19,7 +19,7 @@ import torch
 
 from .grid import Grid
 
-__all__ = ["mark", "marking", "pack", "replace_saved", "saved_as_codes"]
+__all__ = ["mark", "marking", "pack", "replace_saved", "saved_as_codes", "versions_of"]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
@@ -33,7 +33,7 @@ class _Coded:
     def __init__(self, y: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: Grid, form: Any) -> None:
         self.version = y._version
         self._made = made
-        self._made_versions = _versions(made)
+        self._made_versions = versions_of(made)
         self._options: dict[str, Any] = {"block_size": block_size, "grid": grid}
         self._form = form
         self._codes: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class _Coded:
     def encode(self, y: torch.Tensor) -> bool:
         """Make the codes; False if the tensor must be kept as it is."""
         if self._codes is None and not self._failed:
-            if y._version != self.version or _versions(self._made) != self._made_versions:
+            if y._version != self.version or versions_of(self._made) != self._made_versions:
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
@@ -63,7 +63,8 @@ class _Coded:
         return y
 
 
-def _versions(made: Parameters) -> tuple[int, ...]:
+def versions_of(made: Parameters) -> tuple[int, ...]:
+    """The versions of parameters, -1 for one that there is not."""
     return tuple(-1 if t is None else t._version for t in made)
 
 

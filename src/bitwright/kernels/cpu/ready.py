@@ -331,3 +331,7 @@ class LargeCall:
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         return y
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a tensor without a gradient, with the parameters as they are."""
+        return self._ready.run_masked(x, None)

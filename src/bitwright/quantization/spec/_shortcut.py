@@ -300,7 +300,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
             return None
         y = task.run(weight)
         if large and y is not None:
-            remember_making(y, weight, task.made, task.block_size, task.grid, form_of(weight))
+            remember_making(y, weight, task.made, task.block_size, task.grid, form_of(weight), task.again)
         return y
 
     simulator._shortcut.task = what
