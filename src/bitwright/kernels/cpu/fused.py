@@ -23,7 +23,7 @@ from bitwright.kernels.straight_through import straight_through
 from .choosing import choose_part
 from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
-from .memory import empty_like, forget_sources, lasting_bytes, result_from
+from .memory import empty_like, forget_sources, lasting_bytes, result_from, unaligned_like
 from .native import DTYPES, NativeGrid, address_of, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows, range_keys
 from .ranges import extremes
@@ -114,7 +114,7 @@ def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool, layou
         forget_sources()
     if not in_place and all_set(mask.data_ptr(), words):
         return gradient
-    out = gradient if in_place else empty_like(gradient)
+    out = gradient if in_place else unaligned_like(gradient)
     arguments = (
         gradient.data_ptr(), mask.data_ptr(), out.data_ptr(), DTYPES[gradient.dtype], _mask_length(layout), words,
     )  # fmt: skip

@@ -51,7 +51,7 @@ _PATIENCE = 256
 _HUGE_PAGE = 2 << 20
 _SMALL_UNIT = 1 << 16
 # Pieces of at least the first and at most the second size are cut from common blocks of the third.
-_LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 20, 4 << 20
+_LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 18, 1 << 20
 _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 # For so many further results the tensor that one was made from is watched for its end.
@@ -59,6 +59,7 @@ _WATCHED_FOR = 5
 # Larger tensors get memory of their own from glibc, which leaves no holes.
 _MOST_UNALIGNED = 32 << 20
 _MADV_HUGEPAGE = 14
+_CPU = torch.device("cpu")
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -309,13 +310,16 @@ def result_from(x: torch.Tensor) -> torch.Tensor:
     if x.grad_fn is not None and owns_memory(x):
         _sources.watch(x)
     if found is None:
-        return unaligned_like(x) if size <= _MOST_UNALIGNED else empty_like(x)
+        return unaligned_like(x)
     return torch.empty(0, dtype=x.dtype).set_(found, 0, x.shape, x.stride())
 
 
 def unaligned_like(x: torch.Tensor) -> torch.Tensor:
-    """``torch.empty_like`` on the CPU for a plain tensor without holes, on memory as ``malloc`` aligns it."""
-    memory = torch.from_numpy(np.empty(x.numel() * x.dtype.itemsize, dtype=np.uint8))
+    """``empty_like`` on memory as ``malloc`` aligns it, for what lives among torch's own tensors."""
+    size = x.numel() * x.dtype.itemsize
+    if not LARGE <= size <= _MOST_UNALIGNED:
+        return empty_like(x, device=_CPU)
+    memory = torch.from_numpy(np.empty(size, dtype=np.uint8))
     return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), 0, x.shape, x.stride())
 
 
