@@ -56,8 +56,8 @@ _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 # For so many further results the tensor that one was made from is watched for its end.
 _WATCHED_FOR = 5
-# Larger tensors get memory of their own from glibc, which leaves no holes.
-_MOST_UNALIGNED = 32 << 20
+# Larger tensors gain more from huge pages, which only blocks of our own have.
+_MOST_UNALIGNED = 4 << 20
 _MADV_HUGEPAGE = 14
 _CPU = torch.device("cpu")
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
