@@ -103,7 +103,8 @@ class WeightCompressor(_BaseModelCompressor):
             RuntimeError: the model's forward raised.
             KeyError: there is no such target.
         """
-        return self._checked_for(target, self._plan_for(self._trace(example_inputs, example_kwargs)))
+        plan = self._plan_for(self._trace(example_inputs, example_kwargs))
+        return self._checked_for(target, plan, example_inputs, example_kwargs)
 
     def _trace(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> WeightProgram:
         if not isinstance(example_inputs, tuple):
@@ -120,7 +121,7 @@ class WeightCompressor(_BaseModelCompressor):
         self._refuse_prepared()
         self._rules = resolve_module_rules(self._config, self._model)
         traced = self._trace(example_inputs, example_kwargs)
-        plan = self._checked_for(target, self._plan_for(traced))
+        plan = self._checked_for(target, self._plan_for(traced), example_inputs, example_kwargs)
         self._report(plan, strict)
         self._refuse_without_data(plan)
         inserted = InsertedSimulators(self._model)

@@ -6,7 +6,7 @@ import enum
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -146,13 +146,16 @@ class _BaseModelCompressor(ABC):
             f"{type(self).__name__}.prepare(example_inputs) first."
         )
 
-    @staticmethod
-    def _checked_for(target: str | None, plan: Plan) -> Plan:
-        """Add what a target cannot hold to the problems of a plan."""
+    def _checked_for(
+        self, target: str | None, plan: Plan, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None
+    ) -> Plan:
+        """Add what a target cannot hold, and operators that it lacks, to the problems of a plan."""
         if target is not None:
             from bitwright.export.capabilities import check_plan
+            from bitwright.export.operators import check_operators
 
             plan.problems.extend(check_plan(plan, target))
+            plan.problems.extend(check_operators(self._model, target, example_inputs, example_kwargs))
         return plan
 
     def _require_idle(self, action: str) -> None:

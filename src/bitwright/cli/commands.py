@@ -82,7 +82,7 @@ def plan(
         say("planning")
         plans = [plan_config(net, one, example) for one in recipe.configs]
         if target is not None:
-            _add_problems(plans, target)
+            _add_problems(plans, target, net, example)
     out.result(
         lambda: "\n\n".join(map(str, plans)),
         lambda: plans[0].to_dict() if len(plans) == 1 else [entry.to_dict() for entry in plans],
@@ -254,14 +254,16 @@ def schema(
         write_text_atomically(output, text)
 
 
-def _add_problems(plans: list[Any], target: str) -> None:
+def _add_problems(plans: list[Any], target: str, net: Any, example: Any) -> None:
     from bitwright.export.capabilities import check_plan
+    from bitwright.export.operators import check_operators
     from bitwright.export.targets import TARGETS
 
     if target not in TARGETS:
         raise CommandError(f"There is no target {target!r}; there are {', '.join(TARGETS)}.")
     for entry in plans:
         entry.problems.extend(check_plan(entry, target))
+    plans[0].problems.extend(check_operators(net, target, example.args, example.kwargs))
 
 
 def _agree_on_names(names: list[str], candidates: dict[str, Any], out: Output) -> None:

@@ -107,11 +107,16 @@ def _target(target: str | None, backend: str | None, output: Path) -> str | None
 
 
 def _refuse_early(net: Any, recipe: Recipe, example: Any, target: str) -> None:
-    """Say what the target cannot hold before anything is calibrated; recipes of several techniques fail at the end."""
+    """Say what the target cannot hold before anything is calibrated; weights of several techniques fail at the end."""
     from bitwright.export.capabilities import check_plan
+    from bitwright.export.operators import check_operators
     from bitwright.inspection import plan_config
     from bitwright.planning import Severity
 
+    operators = check_operators(net, target, example.args, example.kwargs)
+    if operators:
+        listed = "\n".join(f"  {problem}" for problem in operators)
+        raise PlanError(f"{target} cannot hold {len(operators)} operator(s) of this model:\n{listed}", tuple(operators))
     if len(recipe.configs) != 1:
         return
     plan = plan_config(net, recipe.configs[0], example)

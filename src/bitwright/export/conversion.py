@@ -7,7 +7,7 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,18 @@ from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
+from bitwright.planning import Problem, Severity
 from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.unlift import reserved_state
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph"]
+__all__ = [
+    "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
+    "refuse_missing",
+]  # fmt: skip
+
+OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
+"""What to do where the converter refuses the float model."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOST = re.compile(r"target (\S+) references nonexistent attribute")
@@ -30,15 +37,24 @@ _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts to
 
 
 class ConversionError(BitwrightError, RuntimeError):
-    """The converter of a target cannot take the model; the message has its words and says what to do."""
+    """The converter of a target cannot take the model; the message has its words and says what to do.
+
+    Attributes:
+        problems: one for each place that is known, as a plan for the target has them.
+    """
+
+    def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems or (Problem("target", "the model itself", message, Severity.ERROR),)
 
 
 @contextlib.contextmanager
-def converting(converter: str) -> Iterator[None]:
+def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
     """Run somebody else's converter: what it prints is dropped, what it raises becomes a ``ConversionError``.
 
     Args:
         converter: its name, to begin the message with.
+        remedy: what to do, to end the message with; None for advice on a compressed model.
 
     Raises:
         ConversionError: the block raised anything but an error of Bitwright or an ``ImportError``.
@@ -50,13 +66,58 @@ def converting(converter: str) -> Iterator[None]:
     except (BitwrightError, ImportError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ConversionError(f"{converter} cannot take this model: {_words(error)}. {_remedy(error)}") from error
+        place = _place(error)
+        where = f" (in {place})" if place else ""
+        message = f"{converter} cannot take this model: {_words(error)}{where}. {remedy or _remedy(error)}"
+        problem = Problem("target", place or "the model itself", message, Severity.ERROR)
+        raise ConversionError(message, (problem,)) from error
 
 
 @contextlib.contextmanager
 def _output_dropped() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None:
+    """Refuse operators that a converter does not translate.
+
+    Args:
+        converter: its name, to begin messages with.
+        missing: module paths by operator.
+
+    Raises:
+        ConversionError: ``missing`` is not empty; with a problem for each operator.
+    """
+    problems = []
+    for op, paths in missing.items():
+        places = list(dict.fromkeys(path or "the model itself" for path in paths))
+        listed = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        message = f"{converter} has no translation of the operator {op}, which is called in {listed}. {OTHER_OPERATOR}"
+        problems.append(Problem("target", places[0], message, Severity.ERROR))
+    if problems:
+        raise ConversionError("\n".join(problem.message for problem in problems), tuple(problems))
+
+
+def module_path(node: Any) -> str:
+    """Return the path of the module that calls an operator, from a graph of PyTorch or of coremltools."""
+    if isinstance(node, fx.Node):
+        stack = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())
+        return re.sub(r"^L\['self'\]\.?", "", str(stack[-1][0]))
+    names, _ = node.get_scope_info()  # the first one is the module that makes results flat, the last one the operator
+    return ".".join([name for name in names[:-1] if name][1:])
+
+
+def _place(error: BaseException) -> str | None:
+    """The module whose operator a converter was at, by the node that it held."""
+    path, trace = None, error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("node")
+        if isinstance(node, fx.Node) or hasattr(node, "get_scope_info"):
+            with contextlib.suppress(Exception):  # only for the message
+                path = module_path(node)
+        trace = trace.tb_next
+    return path
 
 
 def _words(error: Exception) -> str:

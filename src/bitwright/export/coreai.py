@@ -15,10 +15,15 @@ from torch import nn
 from bitwright.common import ExportBackend
 
 from .averages import average_in_order
-from .conversion import captured, converting, finalized_copy
+from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
 from .extras import require
 
-__all__ = ["export_coreai", "run_coreai"]
+__all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
+
+_REMOVED = ("aten._assert_", "aten.sym_constrain_range")
+"""Operators that coreai-torch takes out before it converts."""
+_LARGE = 4096
+"""Float tensors of as many elements are weights, whose values decide nothing in a conversion."""
 
 
 def export_coreai(
@@ -56,8 +61,8 @@ def export_coreai(
     finalized = finalized_copy(model, ExportBackend.CoreAI)
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     average_in_order(program)
+    program = _decomposed(program)
     with converting("coreai-torch"):
-        program = program.run_decompositions(coreai_torch.get_decomp_table())
         _name_palettes(program)
         converter = coreai_torch.TorchConverter()
         converter.add_exported_program(program)
@@ -67,6 +72,56 @@ def export_coreai(
         target.parent.mkdir(parents=True, exist_ok=True)
         converted.save_asset(target)
     return target
+
+
+def check_coreai_operators(
+    model: nn.Module, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Check that coreai-torch translates the operators of a float model, without its large weights.
+
+    Args:
+        model: in eval mode; not changed.
+        example_inputs: positional inputs.
+        example_kwargs: keyword inputs.
+
+    Raises:
+        MissingExtraError: the coreai extra is not installed.
+        ConversionError: torch.export or coreai-torch cannot take the model; with a problem for each operator.
+    """
+    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    program = _decomposed(captured(model, example_inputs, example_kwargs))
+    for name, tensor in program.state_dict.items():
+        if tensor.is_floating_point() and tensor.numel() >= _LARGE:
+            program.state_dict[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    with converting("coreai-torch", OTHER_OPERATOR):
+        converter = coreai_torch.TorchConverter()
+        converter.add_exported_program(program)
+        converter.to_coreai()
+
+
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program in the operators that coreai-torch translates.
+
+    Raises:
+        ConversionError: it does not translate all of them.
+    """
+    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    with converting("torch.export"):
+        program = program.run_decompositions(coreai_torch.get_decomp_table())
+    refuse_missing("coreai-torch", _missing(program))
+    return program
+
+
+def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
+    """Module paths by operator, of PyTorch's operators that coreai-torch's registry lacks."""
+    registry = require("coreai_torch._aten_to_core", "coreai", "Export to Core AI")._aten_to_core_resolver
+    missing: dict[str, list[str]] = {}
+    for node in program.graph.nodes:
+        op = str(node.target)
+        known = not op.startswith("aten.") or op.startswith(_REMOVED) or op.removeprefix("aten.") in registry
+        if node.op == "call_function" and not known:
+            missing.setdefault(op, []).append(module_path(node))
+    return missing
 
 
 def _name_palettes(program: torch.export.ExportedProgram) -> None:

@@ -15,13 +15,13 @@ from bitwright.artifact.artifact import make_empty_directory
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.program.graph import plain_attention
 
-from .conversion import converting, finalized_copy
+from .conversion import OTHER_OPERATOR, converting, finalized_copy, module_path, refuse_missing
 from .coreml import Dequantize
 from .coreml_ops import register_missing_ops
 from .coreml_weights import NO_BFLOAT16
 from .extras import require
 
-__all__ = ["compressed_constants", "export_coreml"]
+__all__ = ["check_coreml_operators", "compressed_constants", "export_coreml"]
 
 
 def export_coreml(
@@ -65,12 +65,8 @@ def export_coreml(
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
-    with converting("torch.jit.trace"), plain_attention():
-        traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
-            finalized, wide, check_trace=False
-        )
-    _replace_copies(traced)
-    register_missing_ops()
+    traced = _traced(finalized, wide)
+    refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
     with converting("coremltools"):
         half = precision == "float16"
         package = coremltools.convert(
@@ -106,6 +102,62 @@ def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
         if operation.op_type.startswith("constexpr_") and not any(kind.startswith("constexpr_") for kind in inner):
             for output, value in zip(operation.outputs, _decoded(operation), strict=True):
                 yield output.name, torch.from_numpy(value.copy())
+
+
+def check_coreml_operators(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
+    """Check that coremltools translates the operators of a float model.
+
+    Args:
+        model: in eval mode, not in half precision; not changed.
+        example_inputs: positional inputs.
+
+    Raises:
+        MissingExtraError: the coreml extra is not installed.
+        ConversionError: torch cannot trace the model, or coremltools cannot take it; with a problem for each operator.
+    """
+    traced = _traced(_Flat(model), example_inputs)
+    coremltools = require("coremltools", "coreml", "Export to Core ML")
+    refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
+    with converting("coremltools", OTHER_OPERATOR):
+        _frontend(coremltools, traced, example_inputs).convert()
+
+
+def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    with converting("torch.jit.trace"), plain_attention():
+        traced: Any = torch.jit.trace(model, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+    _replace_copies(traced)
+    register_missing_ops()
+    return traced
+
+
+def _frontend(coremltools: Any, traced: Any, inputs: tuple[Any, ...]) -> Any:
+    """What coremltools translates a trace with."""
+    module = require("coremltools.converters.mil.frontend.torch.converter", "coreml", "Export to Core ML")
+    types = [_input_type(coremltools, tensor) for tensor in inputs]
+    return module.TorchConverter(traced, types, opset_version=coremltools.target.iOS18)
+
+
+def _missing(coremltools: Any, traced: Any, inputs: tuple[Any, ...]) -> dict[str, list[str]]:
+    """Module paths by operator, of those that coremltools' registry lacks."""
+    registry = require("coremltools.converters.mil.frontend.torch.ops", "coreml", "Export to Core ML")
+    with converting("coremltools"):
+        nodes = _frontend(coremltools, traced, inputs).graph.nodes
+    missing = [node for node in nodes if registry._TORCH_OPS_REGISTRY.get_func(node.kind) is None]
+    paths = _module_paths(traced) if missing else {}
+    found: dict[str, list[str]] = {}
+    for node in missing:
+        found.setdefault(node.kind, []).extend(paths.get((node.kind, node.model_hierarchy)) or [module_path(node)])
+    return found
+
+
+def _module_paths(traced: Any) -> dict[tuple[str, str], list[str]]:
+    """Whole paths by operator and the names that coremltools keeps, which lack those of lists of modules."""
+    paths: dict[tuple[str, str], list[str]] = {}
+    for node in traced.inlined_graph.nodes():
+        path = node.scopeName().rpartition("/")[2].removeprefix("__module.inner").removeprefix(".")
+        kind = node.kind().rpartition("::")[2].lower()
+        paths.setdefault((kind, node.getModuleHierarchy()), []).append(path)
+    return paths
 
 
 class _Flat(nn.Module):

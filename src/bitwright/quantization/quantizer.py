@@ -145,7 +145,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         return self._model
 
     def _planned(self, target: str | None, example: ExampleInputs) -> Plan:
-        plan = self._checked_for(target, self._engine.plan(example))
+        plan = self._checked_for(target, self._engine.plan(example), example.args, example.kwargs)
         if isinstance(self._model, TracedGraphModule) and any(map(_is_quantizers, self._model.children())):
             plan.problems.append(QUANTIZED_GRAPH)
         elif not self._is_model_prepared(self._model) and any(map(_is_activations, self._model.modules())):
