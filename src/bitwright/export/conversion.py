@@ -93,7 +93,8 @@ def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None
     for op, paths in missing.items():
         places = list(dict.fromkeys(path or "the model itself" for path in paths))
         listed = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-        message = f"{converter} has no translation of the operator {op}, which is called in {listed}. {OTHER_OPERATOR}"
+        words = f"it has no translation of the operator {op}, which is called in {listed}"
+        message = f"{converter} cannot take this model: {words}. {OTHER_OPERATOR}"
         problems.append(Problem("target", places[0], message, Severity.ERROR))
     if problems:
         raise ConversionError("\n".join(problem.message for problem in problems), tuple(problems))
