@@ -144,11 +144,22 @@ def test_only_models_are_refused_that_the_exporter_refuses(target, count, tmp_pa
     _skip_without(target)
     for seed in range(count):
         case = random_case(seed)
-        if next(case.model.parameters()).dtype != torch.float32:
-            continue
+        if target == "coreml" and next(case.model.parameters()).dtype == torch.bfloat16:
+            continue  # which it has no numbers for, as the plan says of each tensor
         problems = check_operators(case.model, target, case.inputs)
         written = _converts(target, case.model, case.inputs, tmp_path / f"{seed}{TARGETS[target].suffix}")
         assert written == (not problems), (case.name, problems)
+
+
+@pytest.mark.parametrize("make", [_circular, lambda: nn.Conv2d(4, 8, 3, padding=1)])
+def test_half_precision_is_asked_in_the_form_that_is_written(make, tmp_path):
+    """Core ML packages of models in float16 are made from float32 ones."""
+    _skip_without("coreml")
+    model, inputs = make().half().eval(), (torch.randn(2, 4, 6, 6).half(),)
+    problems = check_operators(model, "coreml", inputs)
+    assert _converts("coreml", model, inputs, tmp_path / "m.mlpackage") == (not problems)
+    assert bool(problems) == (make is _circular)
+    assert next(model.parameters()).dtype == torch.float16
 
 
 def test_a_missing_target_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def export_coreml(
     if any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise CoreMLExportError(f"{NO_BFLOAT16}.")
     finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)))
-    wide = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in example_inputs)
+    wide = _wide(example_inputs)
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
@@ -108,14 +109,15 @@ def check_coreml_operators(model: nn.Module, example_inputs: tuple[Any, ...]) ->
     """Check that coremltools translates the operators of a float model.
 
     Args:
-        model: in eval mode, not in half precision; not changed.
+        model: in eval mode, not in bfloat16; not changed.
         example_inputs: positional inputs.
 
     Raises:
         MissingExtraError: the coreml extra is not installed.
         ConversionError: torch cannot trace the model, or coremltools cannot take it; with a problem for each operator.
     """
-    traced = _traced(_Flat(model), example_inputs)
+    halves = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers()))
+    traced = _traced(_Flat(_in_float32(copy.deepcopy(model)) if halves else model), _wide(example_inputs))
     coremltools = require("coremltools", "coreml", "Export to Core ML")
     refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
     with converting("coremltools", OTHER_OPERATOR):
@@ -188,6 +190,10 @@ def _in_float32(model: nn.Module) -> nn.Module:
         if isinstance(module, fx.GraphModule):
             _replace_float16(module)
     return model.float()
+
+
+def _wide(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in inputs)
 
 
 def _replace_float16(model: fx.GraphModule) -> None:

@@ -35,7 +35,7 @@ def check_operators(
 
     Args:
         model: the float model, which is not changed. Prepared models and modules of ``torch.export`` are not asked
-            about, nor for Core ML those in half precision.
+            about, nor for Core ML those in bfloat16.
         target: its name in :data:`~bitwright.export.targets.TARGETS`. Only Core AI and Core ML are asked.
         example_inputs: positional inputs.
         example_kwargs: keyword inputs.
@@ -54,12 +54,12 @@ def check_operators(
         with preserved_state(model):
             if target == "coreai":
                 check_coreai_operators(model, example_inputs, example_kwargs)
-            elif not example_kwargs and not any(map(_is_half, (*model.parameters(), *model.buffers()))):
+            elif not example_kwargs and not any(map(_is_bfloat16, (*model.parameters(), *model.buffers()))):
                 check_coreml_operators(model, example_inputs)
     except ConversionError as error:
         return list(error.problems)
     return []
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+def _is_bfloat16(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
