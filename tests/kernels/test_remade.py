@@ -218,6 +218,17 @@ def test_a_layer_whose_input_needs_no_gradient():
         assert torch.equal(parameter.grad, other)
 
 
+def test_a_weight_that_no_operation_was_asked_about_disturbs_no_compiler():
+    """Such as one that a module's own function has read."""
+    model, x = _prepared("linear, two dimensions", "eager")
+    experts, y = _prepared("experts", "eager", "w4")
+    expected = _gradients(model, x)
+    experts(y)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for one, other in zip(_gradients(compiled, x, 1), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
 def test_what_is_made_of_a_quantized_weight_is_kept():
     """Only the quantized weight itself is made again, not what somebody computes from it."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .grid import Grid
 from .layout import SMALL
@@ -114,7 +115,7 @@ def forget_weight(result: Any) -> None:
     Args:
         result: what an operation has returned, such as a linear layer or a convolution.
     """
-    if not _waiting.weight:
+    if is_compiling() or not _waiting.weight:
         return
     _waiting.weight = False
     node: Any = result.grad_fn if type(result) is torch.Tensor else None
