@@ -434,7 +434,11 @@ class TestUse:
             compare(model, compressed, [batch])
             return max(alive)
 
-        assert peak(12) <= peak(3)
+        gc.freeze()  # objects of other tests are many, and need not be looked at
+        try:
+            assert 0 < peak(12) <= peak(3)
+        finally:
+            gc.unfreeze()
 
     def test_repeated_modules_and_an_order_that_differs(self) -> None:
         """Calls are matched by module and number, in whatever order they come."""
