@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bitwright.kernels import Grid, fake_quantize, form_of, quantized_weights_kept, saved_as_codes
+from bitwright.kernels import Grid, fake_quantize, quantized_weights_kept, saved_as_codes
 from bitwright.kernels.layout import SMALL
 from bitwright.kernels.remade import forget_weight, remember_making
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -237,7 +237,7 @@ def test_what_is_made_of_a_quantized_weight_is_kept():
     options = {"block_size": (LARGE, LARGE), "grid": grid}
     for factor in (1.0, 2.0):
         y = fake_quantize(weight, *made, **options)
-        remember_making(y, weight, made, options["block_size"], grid, form_of(weight))
+        remember_making(y, weight, made, options["block_size"], grid)
         kept = y if factor == 1 else y * factor
         result = F.linear(x, kept)
         forget_weight(result)

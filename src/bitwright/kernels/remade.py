@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from .dispatch import fake_quantize
 from .grid import Grid
 from .layout import SMALL
 from .saved import replace_saved, versions_of
@@ -54,17 +55,17 @@ _waiting = _Waiting()
 class _Making:
     """How a weight was quantized."""
 
-    __slots__ = ("_copies", "_form", "_made", "_options", "_ready", "_version", "_versions", "_weight", "at")
+    __slots__ = ("_copies", "_made", "_options", "_ready", "_version", "_versions", "_weight", "at")
 
     def __init__(
-        self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, form: Any, ready: Remake | None, **options: Any
+        self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, ready: Remake | None, **options: Any
     ) -> None:
         self.at = y.data_ptr()
         self._weight, self._version = weight.detach(), weight._version
         # The quantizer's buffers may change before the backward pass.
-        self._copies = tuple(None if t is None else t.detach().clone() for t in made)
+        self._copies: list[Any] = [None if t is None else t.detach().clone() for t in made]
         self._made, self._versions, self._ready = made, versions_of(made), ready
-        self._form, self._options = form, options
+        self._options = options
 
     def again(self) -> torch.Tensor:
         weight = self._weight
@@ -77,8 +78,7 @@ class _Making:
         with torch.no_grad():
             if self._ready is not None and versions_of(self._made) == self._versions:
                 return self._ready(weight)
-            y: torch.Tensor = self._form.fake_quantize(weight, *self._copies, **self._options)
-        return y
+            return fake_quantize(weight, *self._copies, **self._options)
 
 
 def remember_making(
@@ -87,23 +87,21 @@ def remember_making(
     made: Parameters,
     block_size: tuple[int, ...],
     grid: Grid,
-    form: Any,
     ready: Remake | None = None,
 ) -> None:
     """Note on a quantized weight how it was made, for ``forget_weight``.
 
     Args:
-        y: the quantized weight, as ``form.fake_quantize`` returned it.
+        y: the quantized weight, as ``fake_quantize`` returned it.
         weight: what it was made of.
         made: scale, zero point and minval.
         block_size: shape of one block.
         grid: the codes.
-        form: the module whose ``fake_quantize`` made it.
         ready: a prepared call that makes it again, of the parameters as they lie in ``made`` then.
     """
     node = y.grad_fn
     if y.numel() >= SMALL and weight.is_leaf and is_straight_through(node) and not _waiting.kept:
-        setattr(node, _MAKING, _Making(y, weight, made, form, ready, block_size=block_size, grid=grid))
+        setattr(node, _MAKING, _Making(y, weight, made, ready, block_size=block_size, grid=grid))
         _waiting.weight = True
 
 

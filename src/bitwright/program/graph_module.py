@@ -140,11 +140,6 @@ _STEP = re.compile(r', "([^"]+)"\)|\.(\w+)')
 # Fewer weights gain nothing from being quantized together.
 _WORTH_JOINING = 4
 _CALLERS = "_bitwright_pass, _bitwright_pass_last, _bitwright_modules, _bitwright_forget"
-# Operations that keep a weight for the backward pass.
-_KEEPS_WEIGHT = frozenset(
-    {"addmm", "baddbmm", "bmm", "linear", "matmul", "mm"}
-    | {f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3)}
-)
 
 
 def _with_short_ways(body: list[str], module: TracedGraphModule) -> list[str]:
@@ -183,10 +178,10 @@ def _with_short_ways(body: list[str], module: TracedGraphModule) -> list[str]:
 
 
 def _readers_of_weights(graph: fx.Graph, directly: Collection[str]) -> set[str]:
-    """Return the names of operations that may keep what one of these simulators made of a weight."""
+    """Return the names of operations that read what one of these simulators made of a weight."""
     found = set()
     for node in graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "").partition(".")[0] in _KEEPS_WEIGHT:
+        if node.op == "call_function":
             made = (given for given in node.all_input_nodes if given.op == "call_module" and given.target in directly)
             if any(simulated.all_input_nodes[0].op == "get_attr" for simulated in made):
                 found.add(node.name)

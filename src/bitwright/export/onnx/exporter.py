@@ -89,14 +89,7 @@ def export_onnx(
         TypeError: ``example_inputs`` is no tuple.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
-    if int4 not in ("qdq", "matmul_nbits"):
-        raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
-    if integer_kernels not in (True, False, "exact", "fused"):
-        raise ValueError(f"integer_kernels must be True, False, 'exact' or 'fused', got {integer_kernels!r}.")
-    if not isinstance(example_inputs, tuple):
-        raise not_a_tuple(example_inputs)
-    for module in ("onnx", "onnxscript", "onnx_ir"):
-        require(module, "onnx", "Export to ONNX")
+    _check_arguments(example_inputs, int4, integer_kernels)
     lowered = lower(model, WeightStandIn, _activation_stand_in)
     needed = _needed_opset(lowered)
     if opset is not None and opset < needed:
@@ -119,6 +112,17 @@ def export_onnx(
     if int4 == "matmul_nbits":
         program.model.opset_imports["com.microsoft"] = 1
     return _save(program, Path(path))
+
+
+def _check_arguments(example_inputs: Any, int4: Any, integer_kernels: Any) -> None:
+    if int4 not in ("qdq", "matmul_nbits"):
+        raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
+    if integer_kernels not in (True, False, "exact", "fused"):
+        raise ValueError(f"integer_kernels must be True, False, 'exact' or 'fused', got {integer_kernels!r}.")
+    if not isinstance(example_inputs, tuple):
+        raise not_a_tuple(example_inputs)
+    for module in ("onnx", "onnxscript", "onnx_ir"):
+        require(module, "onnx", "Export to ONNX")
 
 
 def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase) -> nn.Module | None:

@@ -238,8 +238,7 @@ class FakeQuantizeForward(SwitchedModule):
         if y is None:
             y = self._fake_quantize(weight, *qparams)
         if self._is_fused() and not self._is_off:
-            how = self._block_size(weight.shape), self._current_grid()
-            remember_making(y, weight, qparams, *how, kernels.form_of(weight))
+            remember_making(y, weight, qparams, self._block_size(weight.shape), self._current_grid())
         return y
 
     def _observe_weight(

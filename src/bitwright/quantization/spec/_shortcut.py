@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from bitwright._utils.direct_calls import Call
 from bitwright.kernels import Task
-from bitwright.kernels.dispatch import form_of, note_codes, ready_call, take_snapshot, undisturbed
+from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, undisturbed
 from bitwright.kernels.layout import SMALL
 from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
@@ -300,7 +300,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
             return None
         y = task.run(weight)
         if large and y is not None:
-            remember_making(y, weight, task.made, task.block_size, task.grid, form_of(weight), task.again)
+            remember_making(y, weight, task.made, task.block_size, task.grid, task.again)
         return y
 
     simulator._shortcut.task = what
