@@ -116,8 +116,8 @@ def check_coreml_operators(model: nn.Module, example_inputs: tuple[Any, ...]) ->
         MissingExtraError: the coreml extra is not installed.
         ConversionError: torch cannot trace the model, or coremltools cannot take it; with a problem for each operator.
     """
-    halves = any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers()))
-    traced = _traced(_Flat(_in_float32(copy.deepcopy(model)) if halves else model), _wide(example_inputs))
+    wide = _in_float32(copy.deepcopy(model)) if _has_halves(model) else model
+    traced = _traced(_Flat(wide), _wide(example_inputs))
     coremltools = require("coremltools", "coreml", "Export to Core ML")
     refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
     with converting("coremltools", OTHER_OPERATOR):
@@ -179,10 +179,14 @@ class _Flat(nn.Module):
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
+def _has_halves(model: nn.Module) -> bool:
+    return any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers()))
+
+
 def _in_float32(model: nn.Module) -> nn.Module:
     """A model in half precision as one in float32, in place: coremltools takes constants of one precision only, and
     chooses that of the program itself. Weights are the same numbers."""
-    if not any(tensor.dtype == torch.float16 for tensor in (*model.parameters(), *model.buffers())):
+    if not _has_halves(model):
         return model
     for module in model.modules():
         if isinstance(module, Dequantize):

@@ -19,7 +19,7 @@ __all__ = [
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
 _QUANTIZE = "quantized_decomposed::quantize_per_tensor"
-_PRODUCTS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
+_LAYERS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
 _FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
 """Ops that XNNPACK does in the layer in front of them."""
 _MOVES = tuple(
@@ -69,7 +69,7 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
         users = list(node.users)
         if op_name(node) != DEQUANTIZE or not users:
             continue
-        enters_floats = op_name(users[0]).startswith(_PRODUCTS) and not _is_quantized_at_once(users[0])
+        enters_floats = op_name(users[0]).startswith(_LAYERS) and not _is_quantized_at_once(users[0])
         if not enters_floats and not _has_two_scales(node, users[0]):
             continue
         codes, scale, zero_point = node.args[:3]
