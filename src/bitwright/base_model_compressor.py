@@ -16,7 +16,7 @@ from torch import nn
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
-from bitwright.planning import Plan
+from bitwright.planning import Plan, Problem
 
 __all__: list[str] = []
 
@@ -147,16 +147,28 @@ class _BaseModelCompressor(ABC):
         )
 
     def _checked_for(
-        self, target: str | None, plan: Plan, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None
+        self,
+        target: str | None,
+        plan: Plan,
+        example_inputs: tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None,
+        dynamic_shapes: Any = None,
     ) -> Plan:
         """Add what a target cannot hold, and operators that it lacks, to the problems of a plan."""
         if target is not None:
             from bitwright.export.capabilities import check_plan
-            from bitwright.export.operators import check_operators
 
             plan.problems.extend(check_plan(plan, target))
-            plan.problems.extend(check_operators(self._model, target, example_inputs, example_kwargs))
+            plan.problems.extend(self._lacking_in(target, example_inputs, example_kwargs, dynamic_shapes))
         return plan
+
+    def _lacking_in(
+        self, target: str, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None, shapes: Any
+    ) -> list[Problem]:
+        """Return what the converter of a target cannot translate of the model that is to be compressed."""
+        from bitwright.export.operators import check_operators
+
+        return check_operators(self._model, target, example_inputs, example_kwargs, shapes)
 
     def _require_idle(self, action: str) -> None:
         if self._lifecycle is not _Lifecycle.IDLE:

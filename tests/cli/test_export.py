@@ -118,7 +118,8 @@ def test_keyword_inputs(net: Any) -> None:
     """They are kept where the target has them, and refused by name where it has not."""
     command = ("exportnet:WithKeyword", "--data", "exportnet:keywords", "--config", "w4.yaml")
     export(*command, "-o", "m.onnx", "-q")
-    message = export(*command, "-o", "m.mlpackage", code=2).stderr
+    export(*command, "-o", "m.mlpackage", "-q")
+    message = export(*command, "-o", "m.pte", code=2).stderr
     assert "positional inputs only" in message
 
 

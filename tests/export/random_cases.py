@@ -154,16 +154,21 @@ def random_case(seed):
     weight, activation = _weight_spec(rng, kind), _activation_spec(rng)
     palette, sparsity = _palette_spec(rng), rng.choice([0.02, 0.5, 0.8])
     mode = rng.choice(["eager", "graph"]) if technique == "quantize" else "eager"
+    if technique == "prune, quantize" and rng.random() < 0.3:
+        technique = "prune, palettize"
+    stacked = "," in technique and rng.random() < 0.6
+    if technique.endswith(", quantize") and rng.random() < 0.4:
+        mode = "graph"
 
     def compress():
         twin, compressor = copy.deepcopy(model), None
         if "prune" in technique:
             compressor, twin = _pruned(twin, inputs, sparsity)
-            if technique != "prune":
+            if technique != "prune" and not stacked:
                 twin = compressor.finalize(backend="_torch")
         if "palettize" in technique:
             compressor, twin = _palettized(twin, inputs, palette)
-            if technique != "palettize":
+            if technique.startswith("palettize, ") and not stacked:
                 twin = compressor.finalize(backend="_torch")
         if "quantize" in technique:
             chosen = None if "palettize" in technique else weight
@@ -171,6 +176,8 @@ def random_case(seed):
         return compressor, twin
 
     parts = [f"seed {seed}", kind.__name__, str(dtype).removeprefix("torch."), technique]
+    if stacked:
+        parts.append("on the prepared model")
     if "quantize" in technique:
         parts += [mode, f"weight {_short(weight)}", f"activation {_short(activation)}"]
     if "palettize" in technique:

@@ -74,6 +74,7 @@ LACKING = {
     ("coreai", "elu"): (lambda: nn.Sequential(nn.Linear(8, 8), nn.ELU()), (2, 8), "1", "aten.elu"),
     ("coreai", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
     ("coreml", "two places"): (Gammas, (2, 8), "blocks.0", "lgamma"),
+    ("onnx", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
     ("coreml", "circular padding"): (_circular, (2, 4, 6, 6), "1", "Pad mode"),
     ("coreml", "bits"): (Masked, None, "the model itself", "bitwise_and"),
 }
@@ -98,7 +99,7 @@ def test_named_in_the_plan_and_by_the_exporter(key, mode, tmp_path):
         TARGETS[key[0]].write(ready, inputs, tmp_path / f"m{TARGETS[key[0]].suffix}", {}, None)
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
 def test_every_missing_operator_has_one_problem_with_its_places(target):
     _skip_without(target)
     first, second = check_operators(Gammas(), target, (torch.randn(2, 8),))
@@ -119,7 +120,7 @@ def test_models_in_train_mode_with_state_are_left_as_they_were(target):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
 def test_the_weights_stay_and_nothing_is_printed(target, capfd):
     _skip_without(target)
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
@@ -137,7 +138,7 @@ def _converts(target, model, inputs, path):
     return True
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_only_models_are_refused_that_the_exporter_refuses(target, count, tmp_path):
     """Both ways: what the plan accepts of a float model is written, what it refuses is not."""

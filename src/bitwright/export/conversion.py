@@ -18,6 +18,7 @@ from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.errors import BitwrightError
 from bitwright.planning import Problem, Severity
+from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.unlift import reserved_state
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -182,7 +183,7 @@ def captured(
     """
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
-    with converting("torch.export"):
+    with converting("torch.export"), inputs_unmarked(example_inputs, example_kwargs):
         exported = torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
     lost = reserved_state(exported)
     if lost is not None:

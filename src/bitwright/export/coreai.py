@@ -74,22 +74,18 @@ def export_coreai(
     return target
 
 
-def check_coreai_operators(
-    model: nn.Module, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
-) -> None:
-    """Check that coreai-torch translates the operators of a float model, without its large weights.
+def check_coreai_operators(program: torch.export.ExportedProgram) -> None:
+    """Check that coreai-torch translates a captured float model, without its large weights.
 
     Args:
-        model: in eval mode; not changed.
-        example_inputs: positional inputs.
-        example_kwargs: keyword inputs.
+        program: not changed.
 
     Raises:
         MissingExtraError: the coreai extra is not installed.
-        ConversionError: torch.export or coreai-torch cannot take the model; with a problem for each operator.
+        ConversionError: coreai-torch cannot take it; with a problem for each operator.
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
-    program = _decomposed(captured(model, example_inputs, example_kwargs))
+    program = _decomposed(program)
     for name, tensor in program.state_dict.items():
         if tensor.is_floating_point() and tensor.numel() >= _LARGE:
             program.state_dict[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

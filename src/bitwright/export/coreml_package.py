@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ def export_coreml(
     example_inputs: tuple[Any, ...],
     path: str | Path,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     precision: Literal["float16", "float32"] = "float16",
 ) -> Path:
     """Write a prepared model as a Core ML package for iOS 18, macOS 15 and later.
@@ -41,6 +42,8 @@ def export_coreml(
         model: prepared in eager or graph mode; not changed.
         example_inputs: positional inputs: tensors, whose shapes are fixed in the package.
         path: the ``.mlpackage`` folder to write; it must be empty or not exist.
+        example_kwargs: keyword inputs. Tensors among them become inputs of the package, after the positional ones; all
+            else stays as it is here.
         precision: in which the program computes; ``"float16"`` is coremltools' own choice. Scales and look-up tables
             are stored in it. Inputs in half precision stay so.
 
@@ -58,21 +61,22 @@ def export_coreml(
     if precision not in ("float16", "float32"):
         raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
     coremltools = require("coremltools", "coreml", "Export to Core ML")
-    tensors = (*model.parameters(), *model.buffers(), *example_inputs)
+    kwargs = dict(example_kwargs or {})
+    tensors = (*model.parameters(), *model.buffers(), *example_inputs, *kwargs.values())
     if any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise CoreMLExportError(f"{NO_BFLOAT16}.")
-    finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)))
-    wide = _wide(example_inputs)
+    finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)), kwargs)
+    inputs = finalized.inputs(example_inputs)
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
-    traced = _traced(finalized, wide)
-    refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
+    traced = _traced(finalized, inputs)
+    refuse_missing("coremltools", _missing(coremltools, traced, inputs))
     with converting("coremltools"):
         half = precision == "float16"
         package = coremltools.convert(
             traced,
-            inputs=[_input_type(coremltools, tensor) for tensor in example_inputs],
+            inputs=[_input_type(coremltools, tensor) for tensor in inputs],
             convert_to="mlprogram",
             minimum_deployment_target=coremltools.target.iOS18,
             compute_precision=coremltools.precision.FLOAT16 if half else coremltools.precision.FLOAT32,
@@ -105,28 +109,32 @@ def compressed_constants(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
                 yield output.name, torch.from_numpy(value.copy())
 
 
-def check_coreml_operators(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
+def check_coreml_operators(
+    model: nn.Module, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+) -> None:
     """Check that coremltools translates the operators of a float model.
 
     Args:
         model: in eval mode, not in bfloat16; not changed.
         example_inputs: positional inputs.
+        example_kwargs: keyword inputs.
 
     Raises:
         MissingExtraError: the coreml extra is not installed.
         ConversionError: torch cannot trace the model, or coremltools cannot take it; with a problem for each operator.
     """
-    wide = _in_float32(copy.deepcopy(model)) if _has_halves(model) else model
-    traced = _traced(_Flat(wide), _wide(example_inputs))
+    flat = _Flat(_in_float32(copy.deepcopy(model)) if _has_halves(model) else model, dict(example_kwargs or {}))
+    inputs = flat.inputs(example_inputs)
+    traced = _traced(flat, inputs)
     coremltools = require("coremltools", "coreml", "Export to Core ML")
-    refuse_missing("coremltools", _missing(coremltools, traced, example_inputs))
+    refuse_missing("coremltools", _missing(coremltools, traced, inputs))
     with converting("coremltools", OTHER_OPERATOR):
-        _frontend(coremltools, traced, example_inputs).convert()
+        _frontend(coremltools, traced, inputs).convert()
 
 
 def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     with converting("torch.jit.trace"), plain_attention():
-        traced: Any = torch.jit.trace(model, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+        traced: Any = torch.jit.trace(model, _wide(inputs), check_trace=False)  # type: ignore[no-untyped-call]
     _replace_copies(traced)
     register_missing_ops()
     return traced
@@ -167,15 +175,24 @@ class _Flat(nn.Module):
 
     Args:
         inner: the model.
+        kwargs: its keyword inputs. Tensors among them are given by position here, after the others.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.inner = inner
+        self.fixed = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
+        self.named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+
+    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the positional inputs and the tensors among those by name."""
+        return (*args, *self.named.values())
 
     def forward(self, *args: Any) -> Any:
         """Return the only result, or a tuple of all of them."""
-        leaves = [leaf for leaf in tree_leaves(self.inner(*args)) if isinstance(leaf, torch.Tensor)]
+        count = len(args) - len(self.named)
+        kwargs = {**self.fixed, **dict(zip(self.named, args[count:], strict=True))}
+        leaves = [leaf for leaf in tree_leaves(self.inner(*args[:count], **kwargs)) if isinstance(leaf, torch.Tensor)]
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 

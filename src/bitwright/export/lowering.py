@@ -26,7 +26,7 @@ from .conversion import is_prepared_graph
 from .eager import replace_modules
 from .graph import clean_up, compressed
 
-__all__ = ["LoweredModel", "lower"]
+__all__ = ["LoweredModel", "lower", "shared_copy"]
 
 MakeWeight = Callable[[str, CompressedTensor[Any]], nn.Module]
 """``make(name, tensor)`` returns the module whose output stands for a weight; it is called with a placeholder."""
@@ -64,7 +64,7 @@ def lower(model: nn.Module, make_weight: MakeWeight, make_activation: MakeActiva
     """
     if isinstance(model, fx.GraphModule) and is_prepared_graph(model):
         return _lower_graph(model, make_weight, make_activation)
-    return _lower_eager(_shared_copy(model).eval(), make_weight, make_activation)
+    return _lower_eager(shared_copy(model).eval(), make_weight, make_activation)
 
 
 def _lower_eager(twin: nn.Module, make_weight: MakeWeight, make_activation: MakeActivation) -> LoweredModel:
@@ -143,8 +143,8 @@ def _call_instead(module: fx.GraphModule, node: fx.Node, target: str) -> None:
     module.graph.erase_node(node)
 
 
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """A deep copy that shares the tensors outside simulators."""
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy that shares the tensors outside simulators."""
     inside = {id(t) for simulator in simulators_in(model) for t in (*simulator.parameters(), *simulator.buffers())}
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors if id(tensor) not in inside})

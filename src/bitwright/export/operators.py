@@ -1,12 +1,13 @@
 """Operators that a converter lacks: found while planning, and refused in the same words while exporting.
 
 Which operators a converter translates is asked of its own registry. What a registry does not show, such as padding
-modes and dtypes, is asked of the converter itself: it translates the float model, whose large weights are left out.
+modes and dtypes, is asked of the converter itself: it translates the float model, whose repeated calls are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +15,27 @@ from torch import nn
 
 from bitwright._utils.module_mode import has_modes
 from bitwright.artifact.sites import simulators_in
-from bitwright.planning import Problem
+from bitwright.planning import Problem, Severity
 from bitwright.program.protect import preserved_state
 
-from .conversion import ConversionError
+from .conversion import ConversionError, captured
 from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
-from .targets import target_named
+from .onnx.tracing import check_onnx_operators
+from .specimens import specimens
+from .targets import Target, target_named
+from .uncompressed import float_copy
 
 __all__ = ["check_operators"]
+
+_BY_PROGRAM: Mapping[str, Callable[[torch.export.ExportedProgram], None] | None] = {
+    "coreai": check_coreai_operators,
+    "onnx": check_onnx_operators,
+    "onnx-nbits": check_onnx_operators,
+    "torch": None,
+    "aot-inductor": None,
+}
+"""What checks the programs of each target that is written from one; None where a program is all that is asked for."""
 
 
 def check_operators(
@@ -30,35 +43,69 @@ def check_operators(
     target: str,
     example_inputs: tuple[Any, ...],
     example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
 ) -> list[Problem]:
     """Return what a target's converter cannot translate of a float model.
 
     Args:
-        model: the float model, which is not changed. Prepared models and modules of ``torch.export`` are not asked
-            about, nor for Core ML those in bfloat16.
-        target: its name in :data:`~bitwright.export.targets.TARGETS`. Only Core AI and Core ML are asked.
+        model: the float model, or one that was prepared, in which the float model is asked about; not changed. Of those
+            in bfloat16 Core ML is not asked.
+        target: its name in :data:`~bitwright.export.targets.TARGETS`.
         example_inputs: positional inputs.
         example_kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``; of no meaning for targets with fixed shapes.
 
     Returns:
-        An error for each operator that the converter lacks, or else for the first one that it refuses. Empty where the
-        target's extra is not installed.
+        An error for each operator that the converter lacks, or else for the first one that it refuses; one for keyword
+        inputs, where the target has none. Empty where the target's extra is not installed.
 
     Raises:
         KeyError: there is no such target.
     """
-    missing = target_named(target).missing()
-    if target not in ("coreai", "coreml") or missing is not None or simulators_in(model) or not has_modes(model):
+    to = target_named(target)
+    if to.missing() is not None:
         return []
+    if example_kwargs and not to.takes_kwargs:
+        return [_by_position(to)]
+    if target not in _BY_PROGRAM and target != "coreml":
+        return []
+    if simulators_in(model) or not has_modes(model):
+        model = float_copy(model)
     try:
         with preserved_state(model):
-            if target == "coreai":
-                check_coreai_operators(model, example_inputs, example_kwargs)
-            elif not example_kwargs and not any(map(_is_bfloat16, (*model.parameters(), *model.buffers()))):
-                check_coreml_operators(model, example_inputs)
+            if target in _BY_PROGRAM:
+                _check_program(_BY_PROGRAM[target], model, example_inputs, example_kwargs, dynamic_shapes)
+            elif not any(map(_is_bfloat16, (*model.parameters(), *model.buffers()))):
+                check_coreml_operators(model, example_inputs, example_kwargs)
     except ConversionError as error:
         return list(error.problems)
     return []
+
+
+def _check_program(
+    check: Callable[[torch.export.ExportedProgram], None] | None,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+) -> None:
+    """Ask about one call of each kind; if one is refused, about the whole program, which knows all places."""
+    program = captured(model, args, kwargs, dynamic_shapes)
+    if check is None:
+        return
+    if not dynamic_shapes:
+        with contextlib.suppress(Exception):  # whatever it is, the whole program tells
+            check(specimens(program))
+            return
+    check(program)
+
+
+def _by_position(target: Target) -> Problem:
+    words = (
+        f"{target.title} files take inputs by position only: give them in the order of forward as example_inputs, or "
+        "wrap the model in one whose forward does"
+    )
+    return Problem("target", "the model itself", f"{words}.", Severity.ERROR)
 
 
 def _is_bfloat16(tensor: torch.Tensor) -> bool:

@@ -104,7 +104,7 @@ def _coreai(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any)
 def _coreml(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any) -> Path:
     from .coreml_package import export_coreml
 
-    return export_coreml(model, inputs, path)
+    return export_coreml(model, inputs, path, example_kwargs=kwargs)
 
 
 def _executorch(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any) -> Path:
@@ -169,7 +169,7 @@ TARGETS: Mapping[str, Target] = {
         Target("coreai", "Core AI", ".aimodel", "coreai", _COREAI, _coreai, _run_coreai),
         Target(
             "coreml", "Core ML", ".mlpackage", "coreml", ("coremltools",), _coreml, None,
-            keeps_shapes=False, takes_kwargs=False,
+            keeps_shapes=False,
         ),
         Target(
             "executorch", "ExecuTorch", ".pte", "executorch", ("executorch",), _executorch, _run_executorch,

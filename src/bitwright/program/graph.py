@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
+from .dynamic_marks import inputs_unmarked
 from .export_errors import export_failure, forward_problem
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
@@ -77,6 +78,7 @@ def _export(
     with contextlib.ExitStack() as stack:
         if no_grad:
             stack.enter_context(torch.no_grad())
+        stack.enter_context(inputs_unmarked(args, kwargs))
         stack.enter_context(plain_attention())
         stack.enter_context(short_stack_traces())
         stack.enter_context(without_foreign_results(model))

@@ -58,6 +58,10 @@ class Engine(ABC):
         On an error the user's model is as it was.
         """
 
+    def folded(self) -> nn.Module | None:
+        """Return the last ``plan``'s model without the batch norms that ``insert`` folds; None if it folds none."""
+        return None
+
     @abstractmethod
     def module_paths(self) -> Mapping[str, str]:
         """Return, by simulator name in the prepared model, the module whose configuration decided."""

@@ -17,7 +17,7 @@ from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.planning import Plan
+from bitwright.planning import Plan, Problem
 from bitwright.planning.report import report_problems
 from bitwright.planning.stacking import QUANTIZED_ACTIVATIONS, QUANTIZED_GRAPH
 from bitwright.program.export_errors import not_a_tuple
@@ -86,7 +86,7 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Args:
             example_inputs: positional inputs of the model.
-            dynamic_shapes: passed on to ``torch.export`` (graph mode).
+            dynamic_shapes: passed on to ``torch.export`` (graph mode, and what ``target`` is asked).
             export_with_no_grad: export under ``no_grad`` (graph mode).
             example_kwargs: keyword inputs of the model.
             target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
@@ -113,7 +113,7 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Args:
             example_inputs: positional inputs of the model.
-            dynamic_shapes: passed on to ``torch.export`` (graph mode).
+            dynamic_shapes: passed on to ``torch.export`` (graph mode, and what ``target`` is asked).
             export_with_no_grad: export under ``no_grad`` (graph mode).
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
@@ -145,7 +145,8 @@ class Quantizer(_Views, _BaseModelCompressor):
         return self._model
 
     def _planned(self, target: str | None, example: ExampleInputs) -> Plan:
-        plan = self._checked_for(target, self._engine.plan(example), example.args, example.kwargs)
+        planned = self._engine.plan(example)
+        plan = self._checked_for(target, planned, example.args, example.kwargs, example.dynamic_shapes)
         if isinstance(self._model, TracedGraphModule) and any(map(_is_quantizers, self._model.children())):
             plan.problems.append(QUANTIZED_GRAPH)
         elif not self._is_model_prepared(self._model) and any(map(_is_activations, self._model.modules())):
@@ -153,6 +154,18 @@ class Quantizer(_Views, _BaseModelCompressor):
             if wanted or self._config.execution_mode == ExecutionMode.GRAPH:
                 plan.problems.append(QUANTIZED_ACTIVATIONS)
         return plan
+
+    def _lacking_in(
+        self, target: str, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None, shapes: Any
+    ) -> list[Problem]:
+        """The same, but for batch norms that are folded: they are not there any more when the converter comes."""
+        problems = super()._lacking_in(target, example_inputs, example_kwargs, shapes)
+        folded = self._engine.folded() if problems else None
+        if folded is None:
+            return problems
+        from bitwright.export.operators import check_operators
+
+        return problems if check_operators(folded, target, example_inputs, example_kwargs, shapes) else []
 
     @property
     def applied_config(self) -> QuantizerConfig:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from bitwright.artifact import QuantizedTensor
@@ -27,6 +24,7 @@ from .fusion import keep_all_apart, keep_misfits_apart
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
+from .tracing import traced
 from .weights import build_weight, permuted, weight_opset
 
 __all__ = ["export_onnx"]
@@ -94,14 +92,14 @@ def export_onnx(
     needed = _needed_opset(lowered)
     if opset is not None and opset < needed:
         raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
-    program = _traced(
+    program = traced(
         lowered.model,
         example_inputs,
-        dict(example_kwargs or {}),
+        example_kwargs,
         dynamic_shapes,
-        needed if opset is None else opset,
-        input_names,
-        output_names,
+        opset=needed if opset is None else opset,
+        input_names=input_names,
+        output_names=output_names,
     )
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
@@ -135,42 +133,6 @@ def _needed_opset(lowered: LoweredModel) -> int:
     weights = [weight_opset(tensor) for tensor in lowered.weights.values()]
     activations = [activation_opset(simulator) for simulator in lowered.activations.values()]
     return max([MIN_OPSET, *weights, *activations])
-
-
-def _traced(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    opset: int,
-    input_names: list[str] | None,
-    output_names: list[str] | None,
-) -> Any:
-    with converting("torch.onnx.export"), _quiet():
-        return torch.onnx.export(
-            model,
-            args,
-            kwargs=kwargs or None,
-            dynamo=True,
-            opset_version=opset,
-            dynamic_shapes=dynamic_shapes,
-            input_names=input_names,
-            output_names=output_names,
-            optimize=True,
-            verbose=False,
-        )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's notes on libraries that this model does not use from the user's terminal."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        registration.setLevel(level)
 
 
 def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> None:

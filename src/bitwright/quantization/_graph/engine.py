@@ -15,7 +15,7 @@ from bitwright.common import ExportBackend
 from bitwright.planning import Plan
 from bitwright.planning.graph import GraphDecisions, boundary_paths, plan_graph_quantization
 from bitwright.program.graph import capture_graph
-from bitwright.program.graph_module import TracedGraphModule
+from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -23,6 +23,7 @@ from ._annotation_pattern_registry import registered_roles
 from .annotations import annotate
 from .batch_norm import cumulative_averages_shown
 from .finalize import folded_copy
+from .fold_insert import foldable_norms
 from .initialise import initialise
 from .insert import GraphInsertion
 from .kv_cache import keep_caches_quantized
@@ -55,6 +56,22 @@ class GraphEngine(Engine):
             decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles(), stacks)
         self._captured = module, decisions
         return decisions.plan
+
+    def folded(self) -> nn.Module | None:
+        """See the base class."""
+        assert self._captured is not None
+        module, decisions = self._captured
+        norms = foldable_norms(module, GraphInsertion(module, self.program, decisions).foldable())
+        if not norms:
+            return None
+        tensors = [*module.parameters(), *module.buffers()]
+        twin = uncompiled_copy(module, {id(tensor): tensor for tensor in tensors})
+        for node in list(twin.graph.nodes):
+            if node.name in norms:
+                node.replace_all_uses_with(node.args[0])
+                twin.graph.erase_node(node)
+        twin.recompile()
+        return twin
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
         """Insert into the graph that the last ``plan`` captured, and return it."""

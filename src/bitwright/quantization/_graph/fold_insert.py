@@ -18,7 +18,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, captured_momentum, channels_of
 from .mode_ops import batch_counter
 
-__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "unfold_weights"]
+__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "foldable_norms", "unfold_weights"]
 
 FOLDS = "batch_norm_folds"
 OP_NAME = "bitwright_op"
@@ -60,6 +60,12 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
             folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
     _name_as_pt2e_does(module, list(folds.values()))
     return folds
+
+
+def foldable_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> set[str]:
+    """Return the names of the nodes of the batch norms that ``fold_batch_norms`` folds."""
+    pairs = [(chain.primary.handle, chain.batch_norm.handle) for chain in chains if chain.batch_norm is not None]
+    return {norm.name for layer, norm in pairs if _parts(module, layer, norm) is not None}
 
 
 def unfold_weights(module: TracedGraphModule, folds: Iterable[Fold]) -> None:

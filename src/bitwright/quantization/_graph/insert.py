@@ -76,7 +76,7 @@ class GraphInsertion:
                     self._producers[id(site.value)] = placement
         self._nodes = {node.name: node for node in self.module.graph.nodes}
         self._written = {a.value for op in self.program.ops for a in op.arguments if _writes(op, a)}
-        self._folds = fold_batch_norms(self.module, self._foldable())
+        self._folds = fold_batch_norms(self.module, self.foldable())
         self._folded = {fold.weight for fold in self._folds.values()}
         self._nodes.update({fold.name: fold.output for fold in self._folds.values()})
         for op in self.program.ops:
@@ -97,7 +97,7 @@ class GraphInsertion:
             if isinstance(calculator, RunningRangeMixin):
                 calculator.tensors_per_step = places[id(simulator)]
 
-    def _foldable(self) -> list[Chain]:
+    def foldable(self) -> list[Chain]:
         """Return the chains without masks and palettes on their weights, which hold for the weight as it is."""
         weights = ({argument.value.state for argument in chain.primary.arguments} for chain in self.decisions.chains)
         stacked = [any(s is not None and s.name in self.decisions.stacks for s in states) for states in weights]

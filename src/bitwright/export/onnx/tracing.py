@@ -1,0 +1,126 @@
+"""torch's own exporter to ONNX: what it translates, and what it lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.export.conversion import (
+    OTHER_OPERATOR,
+    ConversionError,
+    captured,
+    converting,
+    module_path,
+    refuse_missing,
+)  # fmt: skip
+from bitwright.export.extras import require
+from bitwright.program.dynamic_marks import inputs_unmarked
+
+__all__ = ["check_onnx_operators", "traced"]
+
+
+def traced(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    *,
+    opset: int | None = None,
+    optimize: bool = True,
+    remedy: str | None = None,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+) -> Any:
+    """Return torch's ONNX program of a model.
+
+    Args:
+        model: a module, or its captured program, which needs no inputs.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        dynamic_shapes: as for ``torch.export``.
+        opset: version of the operator set.
+        optimize: fold constants and the like.
+        remedy: what a refused model's message ends with; None for advice on a compressed model.
+        input_names: names of the graph's inputs.
+        output_names: names of the graph's outputs.
+
+    Raises:
+        ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
+            torch.onnx lacks.
+    """
+    try:
+        with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
+            return torch.onnx.export(
+                model,
+                args,
+                kwargs=dict(kwargs) if kwargs else None,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=dynamic_shapes,
+                input_names=input_names,
+                output_names=output_names,
+                optimize=optimize,
+                verbose=False,
+            )
+    except ConversionError:
+        _refuse_lacking(model, args, kwargs, dynamic_shapes)
+        raise
+
+
+def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
+    """Check that torch.onnx translates a captured float model.
+
+    Raises:
+        MissingExtraError: the onnx extra is not installed.
+        ConversionError: it does not; with a problem for each operator that it lacks.
+    """
+    for module in ("onnx", "onnxscript", "onnx_ir"):
+        require(module, "onnx", "Export to ONNX")
+    traced(program, optimize=False, remedy=OTHER_OPERATOR)
+
+
+def _refuse_lacking(
+    model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any
+) -> None:
+    """Refuse the operators that torch's registry lacks, all of them and by module; it names only the first itself."""
+    missing: dict[str, list[str]] = {}
+    with contextlib.suppress(ConversionError):
+        program = captured(model, args, kwargs, dynamic_shapes) if isinstance(model, nn.Module) else model
+        missing = _missing(program)
+    refuse_missing("torch.onnx", missing)
+
+
+def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
+    """Module paths by operator, of PyTorch's operators that torch.onnx has no function for."""
+    private = "torch.onnx._internal.exporter"
+    registration, dispatching, passes = (
+        require(f"{private}.{name}", "onnx", "Export to ONNX")
+        for name in ("_registration", "_dispatching", "_fx_passes")
+    )
+    with converting("torch.export"), _quiet():
+        registry = registration.ONNXRegistry.from_torchlib()
+        graph = passes.remove_assertion_nodes(passes.decompose_with_registry(program, registry).graph_module).graph
+    missing: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        is_torchs = node.op == "call_function" and str(node.target).startswith(("aten.", "prims."))
+        if is_torchs and dispatching.dispatch(node, registry)[0] is None:
+            op = str(node.meta.get("original_aten", node.target))
+            missing.setdefault(op, []).append(module_path(node))
+    return missing
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes on libraries that this model does not use from the user's terminal."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        registration.setLevel(level)
