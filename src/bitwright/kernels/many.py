@@ -12,6 +12,7 @@ from . import dispatch, reference
 from .grid import Grid
 from .layout import SMALL
 from .saved import mark, marking
+from .straight_through import Backward
 
 __all__ = ["LARGEST", "LARGEST_OF_MANY", "Task", "fake_quantize_many", "quantized_small"]
 
@@ -69,6 +70,11 @@ class Task:
             return None
         y: torch.Tensor = call.run(x)
         return self._marked(y) if marking(y) else y
+
+    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward] | None:
+        """``run`` without recording a gradient; returns what one is made with too, see ``straight_through``."""
+        call = self._prepared(x)
+        return None if call is None else call.run_masked(x)
 
     @property
     def again(self) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -152,7 +152,7 @@ def test_the_scale_is_made_once_and_copies_go_on_without(simulated: bool, monkey
             each.zero_grad()
             each(INPUTS[2]).square().mean().backward()
             found.append([p.grad for p in each.parameters()])
-            monkeypatch.setattr(batch_norm._ScaleInUse, "take", lambda *_: None)
+            monkeypatch.setattr(batch_norm._FoldInUse, "take", lambda *_: None)
     assert len(made) == 1 + 2
     for once, again in zip(*found, strict=True):
         torch.testing.assert_close(once, again, rtol=1e-5, atol=1e-6)
@@ -262,3 +262,98 @@ def test_a_layer_that_is_not_quantized_is_folded_exactly() -> None:
     finalized = quantizer.finalize(backend="_torch")
     assert torch.equal(prepared(INPUTS[2]), finalized(INPUTS[2]))
     assert [s.tensor_fqn for s in simulators(prepared)] == ["d.weight"]
+
+
+def gradients(model: nn.Module, x: torch.Tensor, config: QuantizerConfig, steps: int = 2) -> list[torch.Tensor]:
+    """Outputs and gradients of training steps of a prepared copy."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(copy.deepcopy(model), config)
+    prepared, found = calibrated(quantizer, (x,)), []
+    with quantizer.training_mode():
+        for _ in range(steps):
+            prepared.zero_grad()
+            y = prepared(x)
+            y.square().mean().backward()
+            found += [y.detach(), *(p.grad for p in prepared.parameters() if p.grad is not None)]
+    return found
+
+
+def clipping(layer: nn.Module) -> nn.Sequential:
+    """A layer and its batch norm, one gain of which is negative and one is zero."""
+    model = with_statistics(nn.Sequential(layer, nn.BatchNorm2d(layer.weight.shape[0])))
+    model[1].weight.data[:2] = torch.tensor([-0.7, 0.0])
+    return model
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(3, 6, 3), nn.Conv2d(16, 6, 1), nn.Conv2d(64, 256, 3), nn.Conv2d(16, 8, 3, groups=8)],
+    ids=["short rows", "whole vectors", "large", "depthwise"],
+)
+@pytest.mark.parametrize("setting", ["int8", "int4 blocks", "per tensor"])
+def test_one_gradient_for_scale_simulator_and_division(
+    layer: nn.Module, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of the three one after the other, and the values are the same bits."""
+    granularity = {"int8": {"type": "per_channel", "axis": 0}, "per tensor": {"type": "per_tensor"}}.get(
+        setting, {"type": "per_block", "axis": 1, "block_size": 1}
+    )
+    weight = {"dtype": "int4" if "int4" in setting else "int8", "granularity": granularity}
+    config = QuantizerConfig.from_dict(
+        {"quantization_config": {"global_config": {"op_state_spec": {"weight": weight}, "op_input_spec": None,
+         "op_output_spec": None}}}
+    )  # fmt: skip
+    model, x = clipping(layer), torch.randn(2, layer.in_channels, 5, 5)
+    taken: list[object] = []
+    plain = batch_norm.unfolded
+    monkeypatch.setattr(batch_norm, "unfolded", lambda *given: (taken.append(given), plain(*given))[1])
+    mine = gradients(model, x, config)
+    assert len(taken) == 2
+    monkeypatch.setattr(batch_norm, "may_be_unfolded", lambda *_: False)
+    theirs = gradients(model, x, config)
+    assert len(taken) == 2
+    assert torch.equal(mine[0], theirs[0])
+    for one, three in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, three, rtol=2e-5, atol=2e-6 * float(three.abs().max()))
+
+
+def test_second_derivatives_pass_through_the_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a penalty on the gradients are what three functions give."""
+    x, found = torch.randn(2, 16, 5, 5), []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(batch_norm, "may_be_unfolded", lambda *_: False)
+        torch.manual_seed(0)
+        quantizer = Quantizer(clipping(nn.Conv2d(16, 6, 1)), W8)
+        prepared = calibrated(quantizer, (x,))
+        with quantizer.training_mode():
+            parameters = list(prepared.parameters())
+            first = torch.autograd.grad(prepared(x).pow(3).sum(), parameters, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)
+        found.append([*first, *second])
+    largest = max(float(three.detach().abs().max()) for three in found[1] if three is not None)
+    for one, three in zip(*found, strict=True):
+        assert (one is None) == (three is None)
+        if one is not None:  # that of the layer's bias is zero but for rounding
+            torch.testing.assert_close(one, three, rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_a_hook_on_the_simulator_sees_the_folded_weight() -> None:
+    """Then scale, simulator and division are functions of their own."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(clipping(nn.Conv2d(16, 6, 1)), W8)
+    x = torch.randn(2, 16, 5, 5)
+    prepared = calibrated(quantizer, (x,))
+    with quantizer.training_mode():
+        seen: list[torch.Tensor] = []
+        simulator = next(iter(simulators(prepared)))
+        simulator.register_forward_hook(lambda _, given, made: seen.extend((*given, made)))
+        prepared(x).sum().backward()
+    folded, quantized = seen
+    assert folded.requires_grad
+    assert quantized.requires_grad
+    weight, norm = next(p for p in prepared.parameters() if p.ndim == 4), prepared.get_submodule("1")
+    assert folded.shape == weight.shape
+    assert sqnr(folded.detach(), quantized.detach()) > 30
+    assert weight.grad is not None
+    assert norm.weight.grad is not None

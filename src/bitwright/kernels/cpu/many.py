@@ -18,7 +18,7 @@ import torch
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, dense, layout_of
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.straight_through import masked_gradient, straight_through
+from bitwright.kernels.straight_through import Backward, masked_gradient, straight_through
 
 from .choosing import choose_block
 from .compiling import called, compiled, entry, inlined
@@ -216,6 +216,14 @@ class SmallCall:
         if self.written:
             torch.autograd.graph.increment_version(self.written)
         return y
+
+    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
+        """Fake-quantize a tensor without recording a gradient; return its mask and what it does to a gradient too."""
+        y, mask = torch.empty_like(x), torch.empty(2 * self.words, dtype=torch.uint8)
+        _quantize_one(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self.address)
+        if self.written:
+            torch.autograd.graph.increment_version(self.written)
+        return y, mask, partial(apply_mask, layout=self.layout)
 
 
 def _over(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.straight_through import straight_through
+from bitwright.kernels.straight_through import Backward, straight_through
 
 from .choosing import FEW, choose_block, track
 from .compiling import compiled, entry
@@ -331,6 +331,14 @@ class LargeCall:
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         return y
+
+    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
+        """See ``many.SmallCall``."""
+        mask = lasting_bytes(self._ready.mask_bytes)
+        y = self._ready.run_masked(x, mask, THIS_ALONE if self._observed else AS_THEY_ARE)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        return y, mask, self._ready.apply_mask
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantize a tensor without a gradient, with the parameters as they are."""

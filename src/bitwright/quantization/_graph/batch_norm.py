@@ -10,15 +10,18 @@ linear in each output channel's weight, so the simulated weight is divided by ``
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from bitwright.kernels.dispatch import is_plain_torch
+from bitwright.kernels.unfolded import may_be_unfolded, unfolded
 
 __all__ = [
     "BiasFold",
@@ -99,27 +102,43 @@ def _is_nonzero(scale: torch.Tensor) -> bool:
     return plain and bool(scale.detach().all())
 
 
-class _ScaleInUse:
-    """The scale that a weight was folded with, until the same forward takes it out again. Copies are empty."""
+class _Folding(NamedTuple):
+    """What a weight was folded with and to."""
+
+    scale: torch.Tensor
+    gamma: torch.Tensor | None
+    weight: torch.Tensor
+    folded: weakref.ref[torch.Tensor]
+
+
+class _FoldInUse:
+    """How a weight was folded, until the same forward takes the scale out again. Copies are empty."""
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._kept: tuple[torch.Tensor, torch.Tensor | None, int] | None = None
+        self._kept: tuple[_Folding, int] | None = None
 
-    def keep(self, scale: torch.Tensor, gamma: torch.Tensor | None) -> None:
+    def keep(self, scale: torch.Tensor, gamma: torch.Tensor | None, weight: torch.Tensor, folded: torch.Tensor) -> None:
         if not torch.compiler.is_compiling():
-            self._kept = scale, gamma, get_ident()
+            self._kept = _Folding(scale, gamma, weight, weakref.ref(folded)), get_ident()
 
-    def take(self, gamma: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the scale if it was made of ``gamma`` on this thread."""
+    def seen(self, gamma: torch.Tensor | None) -> _Folding | None:
+        """Return what was made of ``gamma`` on this thread."""
         if torch.compiler.is_compiling() or self._kept is None:
             return None
-        (scale, known, thread), self._kept = self._kept, None
-        return scale if known is gamma and thread == get_ident() else None
+        folding, thread = self._kept
+        return folding if folding.gamma is gamma and thread == get_ident() else None
 
-    def __reduce__(self) -> tuple[type[_ScaleInUse], tuple[()]]:
-        return _ScaleInUse, ()
+    def take(self, gamma: torch.Tensor | None) -> _Folding | None:
+        """``seen``, once."""
+        folding = self.seen(gamma)
+        if not torch.compiler.is_compiling():
+            self._kept = None
+        return folding
+
+    def __reduce__(self) -> tuple[type[_FoldInUse], tuple[()]]:
+        return _FoldInUse, ()
 
 
 class _Fold(nn.Module):
@@ -148,7 +167,7 @@ class WeightFold(_Fold):
     def __init__(self, layout: FoldLayout, target: str) -> None:
         super().__init__(layout)
         self.target = target
-        self.in_use = _ScaleInUse()
+        self.in_use = _FoldInUse()
 
     def forward(self, weight: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``W'``, in training with a scale that it can be divided by later."""
@@ -156,8 +175,9 @@ class WeightFold(_Fold):
         if not self.training:
             return layout.apply(torch.mul, weight, layout.scale(gamma, var))
         scale = layout.divisible_scale(gamma, self._deviation(var))
-        self.in_use.keep(scale, gamma)
-        return layout.apply(torch.mul, weight, scale)
+        folded = layout.apply(torch.mul, weight, scale)
+        self.in_use.keep(scale, gamma, weight, folded)
+        return folded
 
 
 class WeightUnfold(_Fold):
@@ -175,10 +195,31 @@ class WeightUnfold(_Fold):
         """Return the simulated ``W'``, in training divided by the scale."""
         if not self.training:
             return weight
-        scale = self.in_use.take(gamma)
-        if scale is None:
-            scale = self.layout.divisible_scale(gamma, self._deviation(var))
+        folding = self.in_use.take(gamma)
+        scale = self.layout.divisible_scale(gamma, self._deviation(var)) if folding is None else folding.scale
         return self.layout.apply(torch.div, weight, scale)
+
+    def at_once(
+        self, simulator: Any, folded: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return ``self(simulator(folded), gamma, var)`` with one gradient for all steps; None where that cannot be.
+
+        Args:
+            simulator: stands on the folded weight.
+            folded: what ``WeightFold`` returned.
+            gamma: gain of the batch norm.
+            var: its variance.
+        """
+        folding = self.in_use.seen(gamma) if self.training else None
+        if folding is None or folding.folded() is not folded or self.layout.weight_shape[0] != -1:
+            return None
+        if self._forward_hooks or self._forward_pre_hooks or not may_be_unfolded(folding.weight, folding.scale):
+            return None
+        task = simulator.task_for(folded)
+        y = None if task is None else unfolded(task, folded.detach(), folding.weight, folding.scale)
+        if y is not None:
+            self.in_use.take(gamma)
+        return y
 
 
 class BiasFold(_Fold):

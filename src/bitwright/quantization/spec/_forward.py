@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from bitwright import kernels
-from bitwright._utils.direct_calls import Call
+from bitwright._utils.direct_calls import Call, caller, pass_through
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.kernels import Grid
+from bitwright.kernels import Grid, Task
 from bitwright.kernels.remade import remember_making
 
 from ._block_layout import BlockLayout
@@ -26,7 +26,7 @@ from ._one_pass import (
 )
 from ._recall import Recall, will_be_repeated
 from ._sharded import is_sharded, on_whole
-from ._shortcut import following, observing, quantizing, remembering
+from ._shortcut import following, is_repeated, observing, quantizing, remembering
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory
 from .errors import _BlockSizeMismatchError
@@ -108,6 +108,18 @@ class FakeQuantizeForward(SwitchedModule):
         return self._go_long_way(tensor, False)
 
     _direct_forward = forward
+
+    def task_for(self, weight: torch.Tensor) -> Task | None:
+        """Return what a call does to a computed weight; None where it does something else too, such as calling hooks.
+
+        For a gradient that passes through more than the simulator. Doing the task twice is doing it once.
+        """
+        shortcut = self._shortcut
+        if caller() is not pass_through or not (shortcut.direct or shortcut.ask(self)):
+            return None
+        if shortcut.task is None and self._fake_quant_on and not self._is_off and self._is_fused():
+            self._shorten(following, weight, self._modules["qparams_calculator"])
+        return None if shortcut.task is None else shortcut.task(self, weight)
 
     def _go_long_way(self, tensor: torch.Tensor, unneeded: bool) -> torch.Tensor:
         tracing = torch.compiler.is_compiling()
@@ -234,7 +246,8 @@ class FakeQuantizeForward(SwitchedModule):
         settled = static or not self._observer_on
         if settled and self.keep_frozen_weight and not self.training and not _needs_grad(weight):
             return self._kept(weight, calculator, known, y)
-        self._shorten(following, weight, calculator)
+        if not is_repeated(self):
+            self._shorten(following, weight, calculator)
         if y is None:
             y = self._fake_quantize(weight, *qparams)
         if self._is_fused() and not self._is_off:

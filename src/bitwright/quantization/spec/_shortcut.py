@@ -26,12 +26,13 @@ from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory, watch
 from .granularity import PerTensorGranularity
 
-__all__ = ["following", "observing", "quantizing", "remembering"]
+__all__ = ["following", "is_repeated", "observing", "quantizing", "remembering"]
 
 QParams = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _SHAPES = 16
 _STRIDED = torch.strided
+_WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _backward_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
@@ -246,10 +247,11 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
 def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | None:
     """Make the shortcut for a weight, not a very large one, that is observed, if at all, and quantized at every call.
 
-    Takes the arguments of ``quantizing``. ``simulator._shortcut.task`` then says what the shortcut does.
+    Takes the arguments of ``quantizing``; the weight may be one that was computed. ``simulator._shortcut.task`` then
+    says what the shortcut does.
     """
-    switches = _switches(simulator)
-    if switches is None or weight.numel() > LARGEST or _is_repeated(simulator):
+    switches, kind = _switches(simulator), type(weight)
+    if switches is None or weight.numel() > LARGEST or kind not in _WEIGHTS:
         return None
     observes = simulator._observer_on and not calculator.is_frozen
     if not simulator._fake_quant_on or (
@@ -272,7 +274,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
         own = simulator.__dict__
         switch = own["_buffers"]
         if (
-            type(weight) is not torch.nn.Parameter
+            type(weight) is not kind
             or weight.shape != shape
             or switch["observer_enabled"] is not observer
             or switch["fake_quant_enabled"] is not fake_quant
@@ -292,14 +294,14 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
             return None
         return task
 
-    large = weight.numel() >= SMALL
+    remembered = weight.numel() >= SMALL and kind is torch.nn.Parameter
 
     def call(simulator: Any, weight: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
         task = what(simulator, weight)
-        if task is None or not undisturbed() or _is_repeated(simulator):
+        if task is None or not undisturbed() or is_repeated(simulator):
             return None
         y = task.run(weight)
-        if large and y is not None:
+        if remembered and y is not None:
             remember_making(y, weight, task.made, task.block_size, task.grid, task.again)
         return y
 
@@ -307,6 +309,6 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
     return call
 
 
-def _is_repeated(simulator: Any) -> bool:
+def is_repeated(simulator: Any) -> bool:
     """Whether this call is one of gradient checkpointing, whose two passes must save the same tensors."""
     return _backward_task() != -1 or will_be_repeated(simulator.training, False)

@@ -78,8 +78,11 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
 
     def __call__(self, tensor: torch.Tensor, *context: Any) -> Any:
         """Return the fake-quantized tensor; given more, what the module ``behind`` makes of it and of the rest."""
-        simulated = super().__call__(tensor)
-        return simulated if self.behind is None or not context else self.behind(simulated, *context)
+        behind: Any = self.behind
+        if behind is None or not context:
+            return super().__call__(tensor)
+        y = behind.at_once(self, tensor, *context)
+        return behind(super().__call__(tensor), *context) if y is None else y
 
     @property
     def granularity(self) -> QuantizationGranularity:
