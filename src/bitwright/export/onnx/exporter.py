@@ -18,9 +18,9 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
 from .averages import average_in_order
-from .bfloat16 import compute_in_float32
 from .builder import NodeBuilder, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart
+from .half import compute_in_float32
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
@@ -44,6 +44,7 @@ def export_onnx(
     unsigned_activations: bool = True,
     integer_kernels: bool | Literal["exact", "fused"] = True,
     bfloat16_kernels: bool = False,
+    float16_kernels: bool | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> Path:
@@ -73,6 +74,8 @@ def export_onnx(
             float model.
         bfloat16_kernels: leave operators on bfloat16 values to the runtime's own kernels. False lets them compute in
             float32 between casts, as PyTorch does, for ONNX Runtime has no such kernels on the CPU.
+        float16_kernels: the same for float16, which ONNX Runtime takes on the CPU, but rounds at other places than
+            PyTorch. None for True unless activations are quantized, whose codes this moves.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
 
@@ -104,7 +107,9 @@ def export_onnx(
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     if not bfloat16_kernels:
-        compute_in_float32(program.model)
+        compute_in_float32(program.model, "bfloat16")
+    if not (float16_kernels or (float16_kernels is None and not lowered.activations)):
+        compute_in_float32(program.model, "float16")
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":

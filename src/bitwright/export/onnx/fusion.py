@@ -79,6 +79,8 @@ def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
 
 def _misfit(node: Any, user: Any, position: int) -> bool:
     """Whether a use of a dequantized tensor must not be fused."""
+    if user.op_type == "Cast":
+        return True  # to half precision: the optimizer takes it out, and fuses what stands behind it
     if node.inputs[0].const_value is None:
         return _misfit_of_activation(user, position)
     return _misfit_of_weight(node, user, position)

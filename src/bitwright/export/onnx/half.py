@@ -1,12 +1,13 @@
-"""bfloat16 operators in float32 between casts, as ONNX Runtime has next to no bfloat16 kernels on the CPU.
+"""Operators on half precision in float32 between casts.
 
-PyTorch's own CPU kernels for bfloat16 compute in float32 and round the result, so the numbers are the same but for the
-order of sums.
+ONNX Runtime has next to no bfloat16 kernels on the CPU. Operators on float16 it runs in float32 there, and rounds
+results at the end of a chain of operators only; so codes of activations come out otherwise. PyTorch's own CPU kernels
+compute in float32 and round each result: with casts that say so the numbers are the same but for the order of sums.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from bitwright.export.extras import require
 
@@ -15,23 +16,26 @@ __all__ = ["compute_in_float32"]
 # They hand on values of any type, or say in an attribute what they make.
 _ANY_TYPE = {"Cast", "Constant", "Identity", "If", "Loop", "Scan"}
 
+_ORIGIN = "pkg.torch.onnx.fx_node"
+
 # Which input has the type of the output, where it is not the first one; and whose output has the type of none.
 _SOURCE = {"CastLike": 1, "DequantizeLinear": 1, "Where": 1}
 _OTHER_TYPE = {"QuantizeLinear", "Shape", "Size"}
 
 
-def compute_in_float32(model: Any) -> None:
-    """Let every operator on bfloat16 values compute in float32, with results rounded to bfloat16.
+def compute_in_float32(model: Any, dtype: Literal["bfloat16", "float16"]) -> None:
+    """Let every operator on values in half precision compute in float32, with results rounded to half precision.
 
-    Inputs, outputs and weights stay bfloat16. A model without bfloat16 stays as it is.
+    Inputs, outputs and weights stay as they are, and so does a model without such values.
 
     Args:
         model: an ``onnx_ir.Model``; changed in place.
+        dtype: of the values.
     """
     ir = require("onnx_ir", "onnx", "Export to ONNX")
     _name_types(ir, model.graph.all_nodes())
     for number, graph in enumerate((model.graph, *model.graph.subgraphs())):
-        _Casts(ir, graph, f"_float32_{number}" if number else "_float32").insert()
+        _Casts(ir, graph, dtype.upper(), f"_float32_{number}" if number else "_float32").insert()
 
 
 def _name_types(ir: Any, nodes: Any) -> None:
@@ -53,11 +57,13 @@ class _Casts:
     Args:
         ir: the module ``onnx_ir``.
         graph: the graph.
+        dtype: which values are in half precision.
         suffix: ends the names of values in float32; a graph may not use a name of the graph around it again.
     """
 
-    def __init__(self, ir: Any, graph: Any, suffix: str) -> None:
+    def __init__(self, ir: Any, graph: Any, dtype: str, suffix: str) -> None:
         self._ir = ir
+        self._narrow = ir.DataType[dtype]
         self._graph = graph
         self._suffix = suffix
         self._widened: dict[Any, Any] = {}
@@ -67,20 +73,28 @@ class _Casts:
             if node.domain == "" and node.op_type in _ANY_TYPE:
                 continue
             for index, value in enumerate(node.inputs):
-                if self._is_bfloat16(value):
+                if self._is_narrow(value):
                     node.replace_input_with(index, self._wide(value, node))
             for value in node.outputs:
-                if self._is_bfloat16(value):
+                if self._is_narrow(value) and self._is_inside(value, node):
+                    value.type = self._ir.TensorType(self._ir.DataType.FLOAT)
+                elif self._is_narrow(value):
                     self._round(value, node)
             if node.op_type == "ConstantOfShape":
                 self._widen_constant(node)
 
-    def _is_bfloat16(self, value: Any) -> bool:
+    def _is_inside(self, value: Any, node: Any) -> bool:
+        """Whether a value stays inside what was one operator in PyTorch, which rounds its result only."""
+        readers = [user for user, _ in value.uses()]
         return (
-            value is not None
-            and isinstance(value.type, self._ir.TensorType)
-            and value.dtype == self._ir.DataType.BFLOAT16
+            _ORIGIN in node.metadata_props
+            and all(user.graph is self._graph and user.op_type not in _ANY_TYPE for user in readers)
+            and all(user.metadata_props.get(_ORIGIN) == node.metadata_props[_ORIGIN] for user in readers)
+            and not any(value is output for output in self._graph.outputs)
         )
+
+    def _is_narrow(self, value: Any) -> bool:
+        return value is not None and isinstance(value.type, self._ir.TensorType) and value.dtype == self._narrow
 
     def _wide(self, value: Any, reader: Any) -> Any:
         """A value in float32, cast in front of its first reader."""
@@ -94,7 +108,7 @@ class _Casts:
         """Make an output float32, and let all that reads it read its rounded value, which takes its name."""
         name = value.name
         readers = list(value.uses())
-        cast = self._cast(value, self._ir.DataType.BFLOAT16, name)
+        cast = self._cast(value, self._narrow, name)
         rounded = cast.outputs[0]
         value.name, value.type = f"{name}_unrounded", self._ir.TensorType(self._ir.DataType.FLOAT)
         for reader, index in readers:
@@ -113,6 +127,6 @@ class _Casts:
     def _widen_constant(self, node: Any) -> None:
         """Make the value that ``ConstantOfShape`` repeats float32."""
         given = node.attributes.get("value")
-        if given is not None and given.value.dtype == self._ir.DataType.BFLOAT16:
+        if given is not None and given.value.dtype == self._narrow:
             wide = self._ir.Tensor(given.value.numpy().astype("float32"))
             node.attributes["value"] = self._ir.AttrTensor("value", wide)

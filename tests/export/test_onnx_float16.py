@@ -1,0 +1,87 @@
+"""float16 models as ONNX files: results are rounded where PyTorch rounds them, and products stay floating-point."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import onnx
+
+from bitwright.export.onnx import export_onnx, run_onnx
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity
+from tests.measures import sqnr
+
+FLOAT16 = onnx.TensorProto.FLOAT16
+
+
+def _network(kind):
+    torch.manual_seed(0)
+    if kind == "linear":
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(8, 64)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)), torch.randn(4, 4, 8, 8)
+
+
+def _prepared(model, x, config):
+    quantizer = Quantizer(model.half().eval(), config)
+    ready = quantizer.prepare((x,))
+    if config.global_config is None or config.global_config.op_input_spec:
+        with quantizer.calibration_mode(), torch.no_grad():
+            ready(x)
+    return ready
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_quantized_activations_have_pytorchs_codes(kind, mode, tmp_path):
+    """A chain in float32 without the roundings between moves hundreds of codes, to 40 dB."""
+    model, x = _network(kind)
+    x = x.half()
+    ready = _prepared(model, x, QuantizerConfig.presets.w8a8(execution_mode=mode))
+    found = run_onnx(export_onnx(ready, (x,), tmp_path / "m.onnx"), (x,))[0]
+    with torch.no_grad():
+        expected = ready(x)
+    assert found.dtype == torch.float16
+    assert sqnr(expected.float(), found.float()) > 60
+    graph = onnx.load(str(tmp_path / "m.onnx")).graph
+    assert all(one.type.tensor_type.elem_type == FLOAT16 for one in (*graph.input, *graph.output))
+
+
+def _casts(path):
+    return sum(node.op_type == "Cast" for node in onnx.load(str(path)).graph.node)
+
+
+def test_the_runtimes_own_kernels_are_a_choice(tmp_path):
+    model, x = _network("linear")
+    x = x.half()
+    ready = _prepared(model, x, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    exact, plain = (
+        _casts(export_onnx(ready, (x,), tmp_path / f"{kernels}.onnx", float16_kernels=kernels))
+        for kernels in (None, True)
+    )
+    assert exact > plain
+    weights_only = _prepared(_network("linear")[0], x, QuantizerConfig.presets.w8(execution_mode="eager"))
+    plain, exact = (
+        _casts(export_onnx(weights_only, (x,), tmp_path / f"w{kernels}.onnx", float16_kernels=kernels))
+        for kernels in (None, False)
+    )
+    assert exact > plain
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int4"])
+def test_weights_in_blocks_are_not_multiplied_with_rounded_activations(dtype, tmp_path):
+    """ONNX Runtime takes the cast to float16 out, and would fuse the rest into a product with int8 activations."""
+    model, x = _network("linear")
+    x = x.half()[:, None]  # three dimensions are a product without a bias, and a sum
+    spec = QuantizationSpec(dtype=dtype, qscheme="asymmetric", granularity=PerBlockGranularity(axis=1, block_size=32))
+    weights = ModuleQuantizerConfig(op_state_spec={"weight": spec}, op_input_spec=None, op_output_spec=None)
+    config = QuantizerConfig(global_config=weights, execution_mode="eager")
+    ready = _prepared(model, x, config)
+    found = run_onnx(export_onnx(ready, (x,), tmp_path / "m.onnx"), (x,))[0]
+    with torch.no_grad():
+        assert sqnr(ready(x).float(), found.float()) > 60
