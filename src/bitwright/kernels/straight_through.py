@@ -9,7 +9,7 @@ import torch
 
 from .ownership import References, is_unshared, references_to
 
-__all__ = ["is_straight_through", "masked_gradient", "straight_through"]
+__all__ = ["Backward", "is_straight_through", "masked_gradient", "straight_through"]
 
 _transforms_active = torch._C._are_functorch_transforms_active
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.kernels import channel_scales
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization._graph import batch_norm
 from tests.lambda_module import Lambda
@@ -286,15 +287,20 @@ def clipping(layer: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [nn.Conv2d(3, 6, 3), nn.Conv2d(16, 6, 1), nn.Conv2d(64, 256, 3), nn.Conv2d(16, 8, 3, groups=8)],
+    ("layer", "suits"),
+    [
+        (nn.Conv2d(3, 6, 3), False),
+        (nn.Conv2d(16, 6, 1), True),
+        (nn.Conv2d(64, 256, 3), True),
+        (nn.Conv2d(16, 8, 3, groups=8), False),
+    ],
     ids=["short rows", "whole vectors", "large", "depthwise"],
 )
 @pytest.mark.parametrize("setting", ["int8", "int4 blocks", "per tensor"])
 def test_one_gradient_for_scale_simulator_and_division(
-    layer: nn.Module, setting: str, monkeypatch: pytest.MonkeyPatch
+    layer: nn.Module, suits: bool, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is that of the three one after the other, and the values are the same bits."""
+    """It has the bits of the three one after the other, as with hooks, and is torch's but for rounding."""
     granularity = {"int8": {"type": "per_channel", "axis": 0}, "per tensor": {"type": "per_tensor"}}.get(
         setting, {"type": "per_block", "axis": 1, "block_size": 1}
     )
@@ -304,25 +310,36 @@ def test_one_gradient_for_scale_simulator_and_division(
          "op_output_spec": None}}}
     )  # fmt: skip
     model, x = clipping(layer), torch.randn(2, layer.in_channels, 5, 5)
-    taken: list[object] = []
-    plain = batch_norm.unfolded
-    monkeypatch.setattr(batch_norm, "unfolded", lambda *given: (taken.append(given), plain(*given))[1])
-    mine = gradients(model, x, config)
-    assert len(taken) == 2
-    monkeypatch.setattr(batch_norm, "may_be_unfolded", lambda *_: False)
-    theirs = gradients(model, x, config)
-    assert len(taken) == 2
-    assert torch.equal(mine[0], theirs[0])
-    for one, three in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, three, rtol=2e-5, atol=2e-6 * float(three.abs().max()))
+    calls = {name: watched(monkeypatch, name) for name in ("unfolded", "scaled", "divided")}
+    ways = [gradients(model, x, config)]
+    assert len(calls["unfolded"]) == 2 * suits
+    assert not calls["divided"]
+    monkeypatch.setattr(channel_scales, "unfolded", lambda *_: None)
+    ways.append(gradients(model, x, config))
+    assert len(calls["divided"]) == 2 * suits
+    monkeypatch.setattr(channel_scales, "suits", lambda *_: False)
+    ways.append(gradients(model, x, config))
+    assert len(calls["scaled"]) == 4 * suits
+    assert torch.equal(ways[0][0], ways[2][0])
+    for one, three, plain in zip(*ways, strict=True):
+        assert torch.equal(one, three)
+        torch.testing.assert_close(one, plain, rtol=2e-5, atol=2e-6 * float(plain.abs().max()))
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """Calls of a function of ``channel_scales`` from now on."""
+    calls: list[object] = []
+    function = getattr(channel_scales, name)
+    monkeypatch.setattr(channel_scales, name, lambda *given: (calls.append(given), function(*given))[1])
+    return calls
 
 
 def test_second_derivatives_pass_through_the_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a penalty on the gradients are what three functions give."""
+    """Those of a penalty on the gradients are what torch's functions give."""
     x, found = torch.randn(2, 16, 5, 5), []
-    for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr(batch_norm, "may_be_unfolded", lambda *_: False)
+    for replaced in (None, "unfolded", "suits"):
+        if replaced is not None:
+            monkeypatch.setattr(channel_scales, replaced, lambda *_: None)
         torch.manual_seed(0)
         quantizer = Quantizer(clipping(nn.Conv2d(16, 6, 1)), W8)
         prepared = calibrated(quantizer, (x,))
@@ -331,11 +348,27 @@ def test_second_derivatives_pass_through_the_one_gradient(monkeypatch: pytest.Mo
             first = torch.autograd.grad(prepared(x).pow(3).sum(), parameters, create_graph=True)
             second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)
         found.append([*first, *second])
-    largest = max(float(three.detach().abs().max()) for three in found[1] if three is not None)
-    for one, three in zip(*found, strict=True):
-        assert (one is None) == (three is None)
+    largest = max(float(plain.detach().abs().max()) for plain in found[2] if plain is not None)
+    for one, three, plain in zip(*found, strict=True):
+        assert (one is None) == (three is None) == (plain is None)
         if one is not None:  # that of the layer's bias is zero but for rounding
-            torch.testing.assert_close(one, three, rtol=1e-4, atol=1e-6 * largest)
+            torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-6 * largest)
+            torch.testing.assert_close(three, plain, rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_gradients_in_another_order_of_memory() -> None:
+    """They are copied, and nothing that somebody holds is overwritten."""
+    torch.manual_seed(0)
+    weight, scale = torch.randn(6, 16, 2, requires_grad=True), torch.rand(6, requires_grad=True)
+    grad = torch.randn(6, 2, 16).transpose(1, 2)
+    for function, plain in ((channel_scales.scaled, torch.mul), (channel_scales.divided, torch.div)):
+        for given in (grad, grad.contiguous(), torch._neg_view(grad)):
+            before = given.clone()
+            found = torch.autograd.grad(function(weight, scale), (weight, scale), given)
+            expected = torch.autograd.grad(plain(weight, scale.view(6, 1, 1)), (weight, scale), given)
+            assert torch.equal(given, before)
+            assert torch.equal(found[0], expected[0])
+            torch.testing.assert_close(found[1], expected[1])
 
 
 def test_a_hook_on_the_simulator_sees_the_folded_weight() -> None:

@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from bitwright._utils.direct_calls import caller, pass_last, pass_through
 from bitwright.kernels import set_form
 from bitwright.quantization import Quantizer, QuantizerConfig
-from bitwright.quantization._graph import batch_norm
 from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
 
 from .test_shortcut import simulator
@@ -316,10 +315,8 @@ class Network(nn.Module):
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_training_step_is_that_of_plain_calls(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step_is_that_of_plain_calls(mode: str, dtype: torch.dtype) -> None:
     """Outputs, gradients, and running statistics, bit for bit."""
-    # Of a folded weight, hooks keep the steps apart that otherwise have one gradient.
-    monkeypatch.setattr(batch_norm, "may_be_unfolded", lambda *_: False)
     torch.manual_seed(0)
     inputs = torch.randn(4, 3, 32, 32, dtype=dtype)
     config = QuantizerConfig(execution_mode=mode)

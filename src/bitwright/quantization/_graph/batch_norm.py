@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bitwright.kernels import channel_scales
 from bitwright.kernels.dispatch import is_plain_torch
-from bitwright.kernels.unfolded import may_be_unfolded, unfolded
 
 __all__ = [
     "BiasFold",
@@ -62,6 +62,11 @@ class FoldLayout:
         if groups == 1:
             return cls(eps, (1, -1, *kernel))
         return cls(eps, (groups, 1, weight[1], *kernel), (groups, weight[0] // groups, *weight[1:]))
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the output channel is the weight's first dimension."""
+        return self.weight_shape[0] == -1
 
     def scale(self, gamma: torch.Tensor | None, var: torch.Tensor) -> torch.Tensor:
         """Return ``s``, one number per channel."""
@@ -175,7 +180,8 @@ class WeightFold(_Fold):
         if not self.training:
             return layout.apply(torch.mul, weight, layout.scale(gamma, var))
         scale = layout.divisible_scale(gamma, self._deviation(var))
-        folded = layout.apply(torch.mul, weight, scale)
+        at_once = layout.is_by_rows and channel_scales.suits(weight, scale)
+        folded = channel_scales.scaled(weight, scale) if at_once else layout.apply(torch.mul, weight, scale)
         self.in_use.keep(scale, gamma, weight, folded)
         return folded
 
@@ -197,12 +203,14 @@ class WeightUnfold(_Fold):
             return weight
         folding = self.in_use.take(gamma)
         scale = self.layout.divisible_scale(gamma, self._deviation(var)) if folding is None else folding.scale
+        if self.layout.is_by_rows and channel_scales.suits(weight, scale):
+            return channel_scales.divided(weight, scale)
         return self.layout.apply(torch.div, weight, scale)
 
     def at_once(
         self, simulator: Any, folded: torch.Tensor, gamma: torch.Tensor | None, var: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return ``self(simulator(folded), gamma, var)`` with one gradient for all steps; None where that cannot be.
+        """Return ``self(simulator(folded), gamma, var)``, with one gradient of the same bits; or None.
 
         Args:
             simulator: stands on the folded weight.
@@ -211,12 +219,12 @@ class WeightUnfold(_Fold):
             var: its variance.
         """
         folding = self.in_use.seen(gamma) if self.training else None
-        if folding is None or folding.folded() is not folded or self.layout.weight_shape[0] != -1:
+        if folding is None or folding.folded() is not folded or not self.layout.is_by_rows:
             return None
-        if self._forward_hooks or self._forward_pre_hooks or not may_be_unfolded(folding.weight, folding.scale):
+        if self._forward_hooks or self._forward_pre_hooks or not channel_scales.suits(folding.weight, folding.scale):
             return None
         task = simulator.task_for(folded)
-        y = None if task is None else unfolded(task, folded.detach(), folding.weight, folding.scale)
+        y = None if task is None else channel_scales.unfolded(task, folded.detach(), folding.weight, folding.scale)
         if y is not None:
             self.in_use.take(gamma)
         return y
