@@ -16,7 +16,7 @@ from torch import nn
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
-from bitwright.planning import Plan, Problem
+from bitwright.planning import Plan
 
 __all__: list[str] = []
 
@@ -157,18 +157,19 @@ class _BaseModelCompressor(ABC):
         """Add what a target cannot hold, and operators that it lacks, to the problems of a plan."""
         if target is not None:
             from bitwright.export.capabilities import check_plan
+            from bitwright.export.operators import check_operators
 
             plan.problems.extend(check_plan(plan, target))
-            plan.problems.extend(self._lacking_in(target, example_inputs, example_kwargs, dynamic_shapes))
+            example = target, example_inputs, example_kwargs, dynamic_shapes
+            lacking = check_operators(self._model, *example)
+            folded = self._folded() if lacking else None
+            if folded is None or check_operators(folded, *example):
+                plan.problems.extend(lacking)
         return plan
 
-    def _lacking_in(
-        self, target: str, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None, shapes: Any
-    ) -> list[Problem]:
-        """Return what the converter of a target cannot translate of the model that is to be compressed."""
-        from bitwright.export.operators import check_operators
-
-        return check_operators(self._model, target, example_inputs, example_kwargs, shapes)
+    def _folded(self) -> nn.Module | None:
+        """The model without batch norms that are gone before a converter comes; None where there are none."""
+        return None
 
     def _require_idle(self, action: str) -> None:
         if self._lifecycle is not _Lifecycle.IDLE:

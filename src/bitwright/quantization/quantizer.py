@@ -17,7 +17,7 @@ from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.planning import Plan, Problem
+from bitwright.planning import Plan
 from bitwright.planning.report import report_problems
 from bitwright.planning.stacking import QUANTIZED_ACTIVATIONS, QUANTIZED_GRAPH
 from bitwright.program.export_errors import not_a_tuple
@@ -155,17 +155,8 @@ class Quantizer(_Views, _BaseModelCompressor):
                 plan.problems.append(QUANTIZED_ACTIVATIONS)
         return plan
 
-    def _lacking_in(
-        self, target: str, example_inputs: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None, shapes: Any
-    ) -> list[Problem]:
-        """The same, but for batch norms that are folded: they are not there any more when the converter comes."""
-        problems = super()._lacking_in(target, example_inputs, example_kwargs, shapes)
-        folded = self._engine.folded() if problems else None
-        if folded is None:
-            return problems
-        from bitwright.export.operators import check_operators
-
-        return problems if check_operators(folded, target, example_inputs, example_kwargs, shapes) else []
+    def _folded(self) -> nn.Module | None:
+        return self._engine.folded()
 
     @property
     def applied_config(self) -> QuantizerConfig:
