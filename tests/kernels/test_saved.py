@@ -176,8 +176,8 @@ def test_a_relu_before_a_fake_quantizer_keeps_signs_only(
 def test_signs_are_read_in_the_backward_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second fake quantizer of the same result finds what the first one did, and makes no tensor of it."""
     relu, made = importlib.import_module("bitwright.kernels.cpu.relu"), []
-    values = relu._values
-    monkeypatch.setattr(relu, "_values", lambda *given: made.append(given) or values(*given))
+    read = relu._in_place_of
+    monkeypatch.setattr(relu, "_in_place_of", lambda *given: made.append(given) or read(*given))
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(6), requires_grad=True)
     total = torch.zeros(())
     with saved_as_codes():
@@ -190,6 +190,58 @@ def test_signs_are_read_in_the_backward_pass_only(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 1
     assert not gradient[x.detach() <= 0].any()
     assert gradient[(x.detach() > 0) & (x.detach() < 2)].eq(2).all()
+
+
+def _through_relu(x: torch.Tensor, form: str, hooked: bool, shared: bool, turned: bool) -> list[torch.Tensor]:
+    """Gradients of and behind a ReLU before a fake quantizer, some of them held by somebody."""
+    before, held = kernels.set_form(form), []
+    try:
+        r, other = torch.relu(x * 1), torch.zeros_like(x, requires_grad=True)
+        made = (torch.tensor([0.02]), torch.tensor([-128], dtype=torch.int32), None)
+        y = kernels.fake_quantize(r, *made, block_size=tuple(x.shape), grid=INT8)
+        if hooked:
+            r.register_hook(held.append)
+            y.register_hook(held.append)
+        y = y + other if shared else y
+        y = y.T.contiguous() if turned else y
+        found = torch.autograd.grad(
+            (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), (x, other), allow_unused=True
+        )
+        return [g for g in (*found, *held) if g is not None]
+    finally:
+        kernels.set_form(before)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_somebody_holds_pass_a_relu_unchanged(hooked: bool, shared: bool, turned: bool) -> None:
+    """The ReLU's gradient takes the memory of none that is still read."""
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(7), requires_grad=True)
+    mine = _through_relu(x, "auto", hooked, shared, turned)
+    for first, second in zip(mine, _through_relu(x, "reference", hooked, shared, turned), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_signs_are_zeros_and_ones_to_other_operations() -> None:
+    """Whoever reads what the ReLU has saved gets a tensor that it can compute with."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(8), requires_grad=True)
+    r = torch.relu(x)
+    kernels.fake_quantize(r, torch.tensor([0.02]), None, None, block_size=(1 << 18,), grid=INT8)
+    assert torch.equal(r.grad_fn._saved_result + 0, (x > 0).float())
+
+
+def test_a_gradient_of_nobody_else_takes_no_memory_behind_a_relu() -> None:
+    """What the fake quantizer hands on is what the operation before the ReLU is given."""
+    given: list[int] = []
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(9), requires_grad=True)
+    u = x * 1
+    y = kernels.fake_quantize(torch.relu(u), torch.tensor([0.5]), None, None, block_size=(1 << 18,), grid=INT8)
+    u.register_hook(lambda g: given.append(g.data_ptr()))
+    z = y * 2
+    y.register_hook(lambda g: given.append(g.data_ptr()))
+    z.sum().backward()
+    assert given[0] == given[1]
 
 
 def test_a_second_derivative_through_a_relu_that_keeps_signs() -> None:

@@ -225,7 +225,7 @@ class ReadyCall:
     def _signs_to_write(self, x: torch.Tensor) -> torch.Tensor | None:
         """Bytes for the signs of a ReLU's result, if they are to be written together with the mask."""
         if self._counts_words:
-            return signs_to_keep(x, threads_for(self._numel))
+            return signs_to_keep(x)
         keep_signs(x, threads_for(self._numel))
         return None
 

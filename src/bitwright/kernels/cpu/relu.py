@@ -15,14 +15,15 @@ import torch
 from bitwright.kernels.layout import LANES
 from bitwright.kernels.saved import replace_saved
 
-from .arithmetic import load, store
+from .arithmetic import load
 from .compiling import compiled, inlined
-from .lanes import from_mask, load_mask, splat, store_mask
+from .lanes import splat, store_mask
 from .mapping import FAKE, map_words
-from .memory import lasting_bytes, unaligned_like
+from .memory import lasting_bytes
 from .native import DTYPES
+from .signs import Signs
 from .threads import run_parts
-from .walking import VECTOR, copy, element_bytes, first_part, next_part, staged, vector_room
+from .walking import element_bytes, first_part, next_part, staged, vector_room
 
 __all__ = ["keep_signs", "map_with_signs", "signs_to_keep"]
 
@@ -102,34 +103,6 @@ def signs_part(x: int, dtype: int, signs: int, count: int, parts: int, control: 
         part = next_part(control, part)
 
 
-@compiled
-def values_part(mask: int, y: int, dtype: int, count: int, parts: int, control: int) -> None:
-    """Write 0 where a bit is set, and 1 elsewhere.
-
-    Args:
-        mask: address of the bits that ``signs_part`` wrote.
-        y: address of the elements.
-        dtype: their dtype.
-        count: number of elements.
-        parts: see ``first_part``.
-        control: see ``first_part``.
-    """
-    size, words = element_bytes(dtype), (count + LANES - 1) // LANES
-    one = splat(np.float32(1))
-    room = vector_room()
-    part = first_part(control)
-    while part < parts:
-        for word in range(words * part // parts, words * (part + 1) // parts):
-            at, rest = y + size * LANES * word, count - LANES * word
-            values = one - from_mask(load_mask(mask + 2 * word))
-            if rest >= LANES:
-                store(at, values, dtype)
-            else:
-                store(room + VECTOR, values, dtype)
-                copy(room + VECTOR, at, size * rest)
-        part = next_part(control, part)
-
-
 @cache
 def _relu_node() -> Any:
     """The class of the graph's nodes for ReLU, whether in place or not."""
@@ -137,14 +110,13 @@ def _relu_node() -> Any:
         return type(torch.relu(torch.zeros(1, requires_grad=True)).grad_fn)
 
 
-def signs_to_keep(x: torch.Tensor, threads: int) -> torch.Tensor | None:
+def signs_to_keep(x: torch.Tensor) -> torch.Tensor | None:
     """Have the ReLU whose result is ``x``, if one made it, keep the signs of the result only.
 
     Where somebody else sees to what is saved (``torch.autograd.graph.saved_tensors_hooks``), nothing is changed.
 
     Args:
         x: plain tensor on the CPU, of a dtype in ``native.DTYPES``, without holes.
-        threads: number of threads to run on in the backward pass.
 
     Returns:
         Bytes that the caller has to write the signs to, as ``signs_part`` does; None if nothing was changed.
@@ -158,13 +130,14 @@ def signs_to_keep(x: torch.Tensor, threads: int) -> torch.Tensor | None:
         return None
     if kept.data_ptr() != x.data_ptr() or kept.shape != x.shape or kept.stride() != x.stride():
         return None
+    Signs.prepare()
     node.metadata[_DONE] = True
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     made: list[torch.Tensor] = []
 
     def shrink() -> Any:
         made.append(lasting_bytes(2 * -(-like.numel() // LANES)))
-        return partial(_values, made[0], like, threads)
+        return partial(_in_place_of, made[0], like)
 
     replace_saved(node._raw_saved_result, shrink)
     return made[0] if made else None
@@ -177,12 +150,12 @@ def keep_signs(x: torch.Tensor, threads: int) -> None:
         x: see ``signs_to_keep``.
         threads: number of threads to run on.
     """
-    signs = signs_to_keep(x, threads)
+    signs = signs_to_keep(x)
     if signs is not None:
         run_parts(signs_part, (x.data_ptr(), DTYPES[x.dtype], signs.data_ptr(), x.numel()), threads, (x, signs))
 
 
-def _values(signs: torch.Tensor, like: torch.Tensor, threads: int) -> torch.Tensor:
-    y = unaligned_like(like)
-    run_parts(values_part, (signs.data_ptr(), y.data_ptr(), DTYPES[y.dtype], y.numel()), threads, (signs, y))
-    return y
+def _in_place_of(signs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What the ReLU takes for its result in the backward pass."""
+    made = Signs(signs, like)
+    return made.values() if torch.is_grad_enabled() else made  # another gradient's graph cannot hold the signs
