@@ -18,6 +18,7 @@ from bitwright.export.torch_program import packed_copy
 from bitwright.kernels.packed import PackedMatrix
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from tests.artifact.weight_per_input import TILED, RowPerInput
 from tests.measures import sqnr
 
 pytest.importorskip("numba")
@@ -80,18 +81,23 @@ def test_many_tokens(models, fast, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("first", [nn.Linear, RowPerInput])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_models_with_quantized_activations_are_exact(mode):
+def test_models_with_quantized_activations_are_exact(mode, first, monkeypatch):
     """No order of sums moves a code, on any processor."""
+    for name in ("multiplies_many", "multiplies_columns"):
+        monkeypatch.setattr(PackedMatrix, name, lambda self: True)
+    for name in ("multiply", "multiply_columns", "times"):
+        monkeypatch.setattr(PackedMatrix, name, lambda *args: pytest.fail("in another order"))
     torch.manual_seed(0)
     weight = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))
     activations = {"*": QuantizationSpec(dtype="int8")}
     module = ModuleQuantizerConfig(
         op_input_spec=activations, op_output_spec=activations, op_state_spec={"weight": weight}
     )
-    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval()
+    model = nn.Sequential(first(1024, 512), nn.ReLU(), nn.Linear(512, 512)).eval()
     quantizer = Quantizer(model, QuantizerConfig(global_config=module, execution_mode=mode))
-    x = torch.randn(64, 512)
+    x = torch.randn(64, 1024)
     prepared = quantizer.prepare((x,))
     with quantizer.calibration_mode():
         prepared(x)
@@ -153,17 +159,6 @@ def test_what_a_look_up_refuses_is_refused(models):
         packed(torch.tensor([[512]]))
 
 
-TILED = {
-    "blocks": QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32)),
-    "zero points": QuantizationSpec(dtype="uint4", qscheme="asymmetric", granularity=PerChannelGranularity(axis=0)),
-    "minvals": QuantizationSpec(
-        dtype="int8", qformulation="minval", granularity=PerBlockGranularity(block_size=(8, 64))
-    ),
-    "one scale": QuantizationSpec(dtype="int2"),
-    "tall blocks": QuantizationSpec(dtype="int8", granularity=PerBlockGranularity(block_size=(500, 128))),
-}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("bias", [False, True])
@@ -177,62 +172,6 @@ def test_large_layers_are_decoded_in_parts(name, bias, monkeypatch):
     monkeypatch.setattr(LazyWeight, "decoded", lambda self: pytest.fail("decoded at once"))
     for x in (torch.randn(FEW_VECTORS + 1, 256), torch.randn(2, 3, 17, 256), torch.randn(256, MANY_VECTORS).t()):
         assert sqnr(prepared(x), packed(x)) > 130
-
-
-class RowPerInput(nn.Module):
-    """A layer as GPT-2 has it: the weight has a row for each input."""
-
-    def __init__(self, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1000, 256))
-        self.bias = nn.Parameter(torch.randn(256)) if bias else None
-
-    def forward(self, x):
-        flat = x.reshape(-1, x.shape[-1])
-        y = torch.mm(flat, self.weight) if self.bias is None else torch.addmm(self.bias, flat, self.weight)
-        return y.view(*x.shape[:-1], -1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize("bias", [False, True])
-def test_weights_with_a_row_for_each_input_are_decoded_in_parts(name, bias, monkeypatch):
-    """Down to a single vector; sums are added in another order."""
-    torch.manual_seed(0)
-    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": TILED[name]})
-    config = QuantizerConfig(global_config=None, module_type_configs={RowPerInput: module}, execution_mode="eager")
-    prepared = Quantizer(RowPerInput(bias).eval(), config).prepare((torch.randn(1, 1000),))
-    packed = packed_copy(prepared)
-    monkeypatch.setattr(LazyWeight, "decoded", lambda self: pytest.fail("decoded at once"))
-    for x in (torch.randn(1, 1000), torch.randn(2, 17, 1000), torch.randn(1000, MANY_VECTORS).t()):
-        assert sqnr(prepared(x), packed(x)) > 110
-
-
-@torch.no_grad()
-def test_products_that_mean_more_are_computed_with_the_decoded_weight():
-    """Factors, results in memory that is there, matrices of biases, few digits and derivatives."""
-    dense, packed = _row_per_input()
-    x, matrix = torch.randn(3, 1000), torch.randn(3, 256)
-    for call in (
-        lambda w: torch.addmm(matrix, x, w),
-        lambda w: torch.addmm(matrix[0], x, w, beta=2, alpha=3),
-        lambda w: torch.mm(x, w, out=torch.empty(3, 256)),
-        lambda w: torch.mm(x.bfloat16(), w.bfloat16()),
-    ):
-        assert torch.equal(call(dense), call(packed))
-    with torch.enable_grad():
-        wanted = x.clone().requires_grad_()
-        torch.mm(wanted, packed).sum().backward()
-    assert torch.equal(wanted.grad, (torch.ones(3, 256) @ dense.t()))
-
-
-def _row_per_input():
-    """A weight, dense and packed."""
-    torch.manual_seed(0)
-    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": TILED["blocks"]})
-    config = QuantizerConfig(global_config=None, module_type_configs={RowPerInput: module}, execution_mode="eager")
-    prepared = Quantizer(RowPerInput(False).eval(), config).prepare((torch.randn(1, 1000),))
-    return prepared.weight.detach(), packed_copy(prepared).weight
 
 
 def test_biases_that_want_gradients_get_them():

@@ -22,6 +22,9 @@ matrix product wants, which arranges its other factor anew for each part."""
 _ENOUGH_FOR_A_GROUP = 4
 """Vectors for which a group of eight, some of them zeros, takes less time than one vector after the other."""
 
+_ENOUGH_FOR_A_GROUP_OF_COLUMNS = 3
+"""The same where the weight has a row for each element of a vector."""
+
 _BITS = (2, 4, 8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,7 +69,8 @@ class PackedMatrix:
         if bits not in _BITS or len(shape) < 2 or not math.prod(shape) or block_size[2:] != shape[2:]:
             return None
         block = math.prod(block_size[1:])
-        return (block_size[0], block) if block % (LANES * 8 // bits) == 0 else None
+        whole = math.prod(shape[1:]) if block == 1 else block
+        return (block_size[0], block) if whole % (LANES * 8 // bits) == 0 else None
 
     def runs_to(self, dtype: torch.dtype) -> bool:
         """Return whether ``decode`` can be used here and now: tensors on the CPU, a usual dtype, nothing traces."""
@@ -74,7 +78,7 @@ class PackedMatrix:
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight as float32, bfloat16 or float16; the numbers are those of ``kernels.dequantize``."""
-        out = torch.empty(self.shape, dtype=dtype)
+        out = self.scale.new_empty(self.shape, dtype=dtype)
         self._decode_into(out)
         return out
 
@@ -91,9 +95,9 @@ class PackedMatrix:
         from .cpu.threads import thread_count
 
         rows, length = self.shape
-        out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+        out = x.new_empty(x.shape[0], rows)
         tiles = list(self._tiles(TILE_ROWS * thread_count()))
-        buffer = torch.empty(max(end - begin for begin, end in tiles), length, dtype=x.dtype)
+        buffer = x.new_empty(max(end - begin for begin, end in tiles), length)
         for begin, end in tiles:
             weight, target = buffer[: end - begin], out[:, begin:end]
             self._decode_into(weight, begin)
@@ -118,9 +122,9 @@ class PackedMatrix:
         from .cpu.threads import thread_count
 
         length = self.shape[1]
-        out = torch.zeros(x.shape[0], length, dtype=x.dtype) if bias is None else bias.repeat(x.shape[0], 1)
+        out = x.new_zeros(x.shape[0], length) if bias is None else bias.repeat(x.shape[0], 1)
         tiles = list(self._tiles(TILE_ROWS * thread_count()))
-        buffer = torch.empty(max(end - begin for begin, end in tiles), length, dtype=x.dtype)
+        buffer = x.new_empty(max(end - begin for begin, end in tiles), length)
         for begin, end in tiles:
             weight = buffer[: end - begin]
             self._decode_into(weight, begin)
@@ -142,6 +146,10 @@ class PackedMatrix:
 
         self._run(decode_packed_part, out, DTYPES[out.dtype], begin=begin, rows=out.shape[0])
 
+    def multiplies(self) -> bool:
+        """Return whether ``multiply`` knows the blocks: those that neighbours share."""
+        return self.block > 1
+
     def multiplies_many(self) -> bool:
         """Return whether ``multiply`` is faster than a product with the decoded weight for more than a few vectors.
 
@@ -149,7 +157,13 @@ class PackedMatrix:
         """
         from .cpu.compiling import has_feature
 
-        return self.bits < 8 and has_feature("avx512f")
+        return self.multiplies() and self.bits < 8 and has_feature("avx512f")
+
+    def multiplies_columns(self) -> bool:
+        """Return whether ``multiply_columns`` knows the codes and is faster than ``times`` on this processor."""
+        from .cpu.compiling import has_feature
+
+        return self.bits == 4 and has_feature("avx512f")
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T``; sums are added in another order than torch's.
@@ -166,7 +180,7 @@ class PackedMatrix:
         if vectors >= _ENOUGH_FOR_A_GROUP and self.multiplies_many():
             return self._multiply_groups(x)
         planes = x.reshape(vectors, -1, LANES, 8 // self.bits).transpose(2, 3).contiguous()
-        out = torch.empty(vectors, rows)
+        out = x.new_empty(vectors, rows)
         self._run(multiply_packed_part, out, planes.data_ptr(), vectors, alive=planes)
         return out
 
@@ -177,9 +191,33 @@ class PackedMatrix:
         groups = -(-x.shape[0] // GROUP)
         padded = torch.nn.functional.pad(x, (0, 0, 0, groups * GROUP - x.shape[0]))
         ordered = padded.reshape(groups, GROUP, -1, LANES, 8 // self.bits).permute(0, 2, 4, 1, 3).contiguous()
-        out = torch.empty(groups * GROUP, self.shape[0])
+        out = x.new_empty(groups * GROUP, self.shape[0])
         self._run(multiply_packed_groups_part, out, ordered.data_ptr(), groups, alive=ordered)
         return out[: x.shape[0]]
+
+    def multiply_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight``; sums are added in the order of the rows, whatever the number of threads.
+
+        Args:
+            x: float32, shape (vectors, rows).
+
+        Returns:
+            float32, shape (vectors, length).
+        """
+        from .cpu.packed_columns import GROUP, LINE, multiply_columns_groups_part, multiply_columns_part
+
+        vectors, length = x.shape[0], self.shape[1]
+        if vectors < _ENOUGH_FOR_A_GROUP_OF_COLUMNS and length >= LINE:
+            out, x = x.new_empty(vectors, length), x.contiguous()
+            self._run(multiply_columns_part, out, x.data_ptr(), vectors, alive=x)
+            return out
+        groups = -(-vectors // GROUP)
+        missing = groups * GROUP - vectors
+        padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+        ordered = padded.reshape(groups, GROUP, -1).transpose(1, 2).contiguous()
+        out = x.new_empty(groups * GROUP, length)
+        self._run(multiply_columns_groups_part, out, ordered.data_ptr(), groups, alive=ordered)
+        return out[:vectors]
 
     def rows(self, numbers: torch.Tensor) -> PackedMatrix:
         """Return the matrix of some rows.

@@ -31,6 +31,7 @@ __all__ = [
     "as_bits",
     "as_float",
     "bf16_of",
+    "even_lanes",
     "f16_of",
     "f16_of_float",
     "fetch_add",
@@ -52,6 +53,7 @@ __all__ = [
     "maximum",
     "minimum",
     "multiply_add",
+    "odd_lanes",
     "peek_f32",
     "peek_f64",
     "peek_i16",
@@ -290,9 +292,12 @@ def _sum(builder: Any, value: Any) -> Any:
     return builder.call(function, [_F32(0.0), value], fastmath=("reassoc",))
 
 
+def _shuffled(order: Sequence[int]) -> Emit:
+    return lambda b, v, w: b.shuffle_vector(v, w, ir.Constant(ir.VectorType(_I32, LANES), list(order)))
+
+
 def _interleaved(start: int) -> Emit:
-    order = [place for lane in range(start, start + LANES // 2) for place in (lane, lane + LANES)]
-    return lambda b, v, w: b.shuffle_vector(v, w, ir.Constant(ir.VectorType(_I32, LANES), order))
+    return _shuffled([place for lane in range(start, start + LANES // 2) for place in (lane, lane + LANES)])
 
 
 multiply_add = _operation(
@@ -310,18 +315,16 @@ subtract_product = _operation(
 reduce_add = _operation(types.float32, (FLOATS,), _sum)
 interleave_low = _operation(FLOATS, (FLOATS, FLOATS), _interleaved(0))
 interleave_high = _operation(FLOATS, (FLOATS, FLOATS), _interleaved(LANES // 2))
+even_lanes = _operation(FLOATS, (FLOATS, FLOATS), _shuffled(range(0, 2 * LANES, 2)))
+odd_lanes = _operation(FLOATS, (FLOATS, FLOATS), _shuffled(range(1, 2 * LANES, 2)))
 
 
 def _store_mask(builder: Any, address: Any, mask: Any) -> None:
     builder.store(builder.bitcast(mask, _I16), _pointer(builder, address, _I16), align=1)
 
 
-def _load_mask(builder: Any, address: Any) -> Any:
-    return builder.bitcast(builder.load(_pointer(builder, address, _I16), align=1), MASK.vector)
-
-
 store_mask = _operation(types.void, (_ADDRESS, MASK), _store_mask)
-load_mask = _operation(MASK, (_ADDRESS,), _load_mask)
+load_mask = _operation(MASK, (_ADDRESS,), lambda b, a: b.bitcast(b.load(_pointer(b, a, _I16), align=1), MASK.vector))
 
 peek_f32 = _operation(types.float32, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _F32)))
 peek_f64 = _operation(types.float64, (_ADDRESS,), lambda b, a: b.load(_pointer(b, a, _F64)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import store
+from .arithmetic import load, store
 from .coding import rounded
 from .compiling import compiled, inlined
 from .lanes import (
@@ -18,6 +18,7 @@ from .lanes import (
     interleave_high,
     interleave_low,
     load_f32,
+    load_i32,
     load_u8,
     multiply_add,
     peek_f32,
@@ -82,6 +83,25 @@ def put_vector(
     put(interleave_high(even, odd), y + 3 * size, dtype, scale, offset, origin, shifted)
 
 
+@inlined
+def put_columns(
+    source: int, bits: int, flip: int, common: int, scales: int, points: int, origins: int, length: int,
+    y: int, dtype: int,
+) -> None:  # fmt: skip
+    """Decode a row whose elements each have a block: first the codes alone, which every dtype holds exactly."""
+    zero, size = splat(np.float32(0)), element_bytes(dtype)
+    for at in range(0, length, LANES * 8 // bits):
+        put_vector(source + at // 8 * bits, bits, flip, y + at * size, dtype, splat(np.float32(1)), zero, zero, 0)
+    for at in range(0, length, LANES):
+        offset, origin = splat(np.float32(common)), zero
+        if points != 0:
+            offset = offset + to_float(load_i32(points + 4 * at))
+        if origins != 0:
+            origin = load_f32(origins + 4 * at)
+        target = y + at * size
+        put(load(target, dtype), target, dtype, load_f32(scales + 4 * at), offset, origin, origins)
+
+
 @compiled
 def decode_packed_part(
     codes: int, bits: int, flip: int, common: int, scales: int, points: int, origins: int,
@@ -100,7 +120,7 @@ def decode_packed_part(
         rows: rows of the matrix.
         length: elements of a row.
         rows_in_block: rows of a block.
-        block: elements of a block in a row, a whole number of vectors.
+        block: elements of a block in a row, a whole number of vectors or 1.
         y: address of the result.
         dtype: its dtype.
         parts: see ``walking.first_part``.
@@ -115,6 +135,11 @@ def decode_packed_part(
             source = codes + row * (length // 8 * bits)
             target = y + row * length * size
             number = row // rows_in_block * blocks
+            if block == 1:
+                found, own = scales + 4 * number, points + 4 * number if points != 0 else 0
+                lowest = origins + 4 * number if origins != 0 else 0
+                put_columns(source, bits, flip, common, found, own, lowest, length, target, dtype)
+                continue
             for _ in range(blocks):
                 scale = splat(peek_f32(scales + 4 * number))
                 offset = offset_of(points, number, common)
