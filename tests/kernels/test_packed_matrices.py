@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bitwright.artifact.encode import quantized_tensor
 from bitwright.kernels import Grid, block_counts, reference
 from bitwright.kernels.packed import PackedMatrix
+from tests.measures import sqnr
 
 pytest.importorskip("numba")
 
@@ -133,16 +134,29 @@ def test_several_threads_give_the_numbers_of_one():
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("rows_in_block", [1, 3, 100, 128, 387, 3000])
+@pytest.mark.parametrize("vectors", [1, 9])
+def test_sums_of_many_rows_are_precise(rows_in_block, vectors):
+    """Blocks of rows that fit into runs and that do not; one long sum in float32 would be 120 dB from the exact one."""
+    torch.manual_seed(0)
+    rows = 3096 // rows_in_block * rows_in_block
+    codes, scale = torch.randint(0, 16, (rows, 128), dtype=torch.uint8), torch.rand(rows // rows_in_block, 128) + 0.1
+    grid, points = Grid(torch.uint4, 0, 15, "zp"), torch.randint(0, 16, scale.shape, dtype=torch.int32)
+    packed = quantized_tensor(codes, scale, points, None, block_size=(rows_in_block, 1), grid=grid, dtype=torch.float32)
+    x = torch.randn(vectors, rows)
+    assert sqnr(x.double() @ packed.decode().double(), packed.matrix().multiply_columns(x).double()) > 127
+
+
 def test_strips_do_not_depend_on_what_is_computed_beside_them():
     """A vector alone and in groups, fewer columns and all: the same bits for a strip."""
     torch.manual_seed(0)
-    codes, scale = torch.randint(-8, 8, (96, 480), dtype=torch.int8), torch.rand(3, 480) + 0.1
+    codes, scale = torch.randint(-8, 8, (288, 480), dtype=torch.int8), torch.rand(3, 480) + 0.1
     grid = Grid(torch.int4, -8, 7, "zp")
-    x = torch.randn(19, 96)
+    x = torch.randn(19, 288)
     found = []
     for first, end in ((0, 480), (352, 480)):
         parts = (codes[:, first:end].contiguous(), scale[:, first:end].contiguous(), None, None)
-        matrix = quantized_tensor(*parts, block_size=(32, 1), grid=grid, dtype=torch.float32).matrix()
+        matrix = quantized_tensor(*parts, block_size=(96, 1), grid=grid, dtype=torch.float32).matrix()
         found += [matrix.multiply_columns(x)[:, -128:], matrix.multiply_columns(x[:1])[:, -128:]]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])

@@ -31,7 +31,7 @@ MANY_VECTORS = 256
 
 MANY_COLUMN_VECTORS = 2048
 """The same for weights with a row for each input where codes are multiplied. With 768 x 3072 and 3072 x 768 numbers
-that took 0.4 to 0.7 of the time of the float weight, from one vector up to here (one thread, AMD Zen 5)."""
+that took 0.4 to 0.75 of the time of the float weight, from one vector up to here (one thread, AMD Zen 5)."""
 
 SMALL_WEIGHT = 1 << 16
 """Weights of fewer elements are always decoded: multiplying with codes saves nothing while they fit into a cache."""

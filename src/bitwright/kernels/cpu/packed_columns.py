@@ -1,8 +1,9 @@
 """Packed 4-bit codes of a weight that has a row for each input, times vectors.
 
 A *strip* is the 32 neighbouring outputs whose codes lie in sixteen bytes of a row: the even ones in the low halves of
-the bytes, the odd ones in the high halves. The sums of a strip stay in registers while the rows go by, always in the
-order of the rows, so a strip's result does not depend on what is computed beside it.
+the bytes, the odd ones in the high halves. The sums of a strip stay in registers while the rows go by: those of ``RUN``
+rows, whose rounding errors grow with their number, and then the totals of runs. The order is that of the rows always,
+so a strip's result does not depend on what is computed beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ LINE = 4 * STRIP
 """Outputs whose codes fill a line of the cache."""
 GROUP = 8
 """Vectors that are multiplied with a strip at a time."""
+RUN = 128
+"""Rows whose products are added up before their sum goes to a total."""
 
 
 @inlined
@@ -98,6 +101,14 @@ def add_weight(sums: tuple[Lanes, ...], weight: Lanes, x: tuple[Lanes, ...]) -> 
 
 
 @inlined
+def add_sums(totals: tuple[Lanes, ...], sums: tuple[Lanes, ...]) -> tuple[Lanes, ...]:
+    """Add the sums of a run to the totals."""
+    t0, t1, t2, t3, t4, t5, t6, t7 = totals
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    return t0 + s0, t1 + s1, t2 + s2, t3 + s3, t4 + s4, t5 + s5, t6 + s6, t7 + s7
+
+
+@inlined
 def elements(x: int) -> tuple[Lanes, ...]:
     """Eight neighbours in memory, each in all lanes."""
     return (
@@ -126,21 +137,50 @@ def multiply_strip(
 ) -> None:  # fmt: skip
     """Multiply a group of vectors with a strip."""
     zero = splat(np.float32(0))
-    even = (zero, zero, zero, zero, zero, zero, zero, zero)
-    odd = even
-    source, number = codes + column // 2, column // block
-    for _ in range(rows // rows_in_block):
-        found = parameters(scales, points, origins, number, block, common)
-        for _ in range(rows_in_block):
-            even_weight, odd_weight = strip_weights(source, flip, found)
-            values = elements(x)
-            even, odd = add_weight(even, even_weight, values), add_weight(odd, odd_weight, values)
-            source += length // 2
-            x += 4 * GROUP
-        number += length // block
+    zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
+    even_totals, odd_totals = zeros, zeros
+    source, number, row, left = codes + column // 2, column // block, 0, rows_in_block
+    while row < rows:
+        end = min(row + RUN, rows)
+        even, odd = zeros, zeros
+        while row < end:
+            found = parameters(scales, points, origins, number, block, common)
+            count = min(left, end - row)
+            for _ in range(count):
+                even_weight, odd_weight = strip_weights(source, flip, found)
+                values = elements(x)
+                even, odd = add_weight(even, even_weight, values), add_weight(odd, odd_weight, values)
+                source += length // 2
+                x += 4 * GROUP
+            row, left = row + count, left - count
+            if left == 0:
+                number, left = number + length // block, rows_in_block
+        even_totals, odd_totals = add_sums(even_totals, even), add_sums(odd_totals, odd)
     y += 4 * column
     for vector in range(GROUP):
-        put_strip(even[vector], odd[vector], y + 4 * length * vector)
+        put_strip(even_totals[vector], odd_totals[vector], y + 4 * length * vector)
+
+
+@inlined
+def add_line(
+    sums: tuple[Lanes, ...], source: int, flip: int, found: tuple[tuple[Lanes, Lanes, Lanes, Lanes], ...], value: Lanes
+) -> tuple[Lanes, ...]:
+    """Add the weights of four strips in a row times an element."""
+    e0, o0, e1, o1, e2, o2, e3, o3 = sums
+    even0, odd0 = strip_weights(source, flip, found[0])
+    even1, odd1 = strip_weights(source + LANES, flip, found[1])
+    even2, odd2 = strip_weights(source + 2 * LANES, flip, found[2])
+    even3, odd3 = strip_weights(source + 3 * LANES, flip, found[3])
+    return (
+        multiply_add(even0, value, e0),
+        multiply_add(odd0, value, o0),
+        multiply_add(even1, value, e1),
+        multiply_add(odd1, value, o1),
+        multiply_add(even2, value, e2),
+        multiply_add(odd2, value, o2),
+        multiply_add(even3, value, e3),
+        multiply_add(odd3, value, o3),
+    )
 
 
 @inlined
@@ -150,32 +190,33 @@ def multiply_line(
 ) -> None:  # fmt: skip
     """Multiply a vector with four strips."""
     zero = splat(np.float32(0))
-    e0, e1, e2, e3, o0, o1, o2, o3 = zero, zero, zero, zero, zero, zero, zero, zero
-    source, first = codes + column // 2, 0
+    zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
+    totals = zeros
+    source, first, row, left = codes + column // 2, 0, 0, rows_in_block
     c0, c1, c2, c3 = (
         column // block,
         (column + STRIP) // block,
         (column + 2 * STRIP) // block,
         (column + 3 * STRIP) // block,
     )
-    for _ in range(rows // rows_in_block):
-        p0 = parameters(scales, points, origins, first + c0, block, common)
-        p1 = parameters(scales, points, origins, first + c1, block, common)
-        p2 = parameters(scales, points, origins, first + c2, block, common)
-        p3 = parameters(scales, points, origins, first + c3, block, common)
-        for _ in range(rows_in_block):
-            value = splat(peek_f32(x))
-            even, odd = strip_weights(source, flip, p0)
-            e0, o0 = multiply_add(even, value, e0), multiply_add(odd, value, o0)
-            even, odd = strip_weights(source + LANES, flip, p1)
-            e1, o1 = multiply_add(even, value, e1), multiply_add(odd, value, o1)
-            even, odd = strip_weights(source + 2 * LANES, flip, p2)
-            e2, o2 = multiply_add(even, value, e2), multiply_add(odd, value, o2)
-            even, odd = strip_weights(source + 3 * LANES, flip, p3)
-            e3, o3 = multiply_add(even, value, e3), multiply_add(odd, value, o3)
-            source += length // 2
-            x += 4
-        first += length // block
+    while row < rows:
+        end = min(row + RUN, rows)
+        sums = zeros
+        while row < end:
+            p0 = parameters(scales, points, origins, first + c0, block, common)
+            p1 = parameters(scales, points, origins, first + c1, block, common)
+            p2 = parameters(scales, points, origins, first + c2, block, common)
+            p3 = parameters(scales, points, origins, first + c3, block, common)
+            count = min(left, end - row)
+            for _ in range(count):
+                sums = add_line(sums, source, flip, (p0, p1, p2, p3), splat(peek_f32(x)))
+                source += length // 2
+                x += 4
+            row, left = row + count, left - count
+            if left == 0:
+                first, left = first + length // block, rows_in_block
+        totals = add_sums(totals, sums)
+    e0, o0, e1, o1, e2, o2, e3, o3 = totals
     y += 4 * column
     put_strip(e0, o0, y)
     put_strip(e1, o1, y + 2 * VECTOR)
