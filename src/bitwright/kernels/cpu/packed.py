@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import load, store
+from .arithmetic import store
 from .coding import rounded
 from .compiling import compiled, inlined
 from .lanes import (
@@ -84,22 +84,39 @@ def put_vector(
 
 
 @inlined
+def neighbours(code_bytes: Lanes, place: int, bits: int, flip: int) -> Lanes:
+    """Sixteen neighbouring codes of sixteen bytes."""
+    first = plane(code_bytes, 0, bits, flip)
+    if bits == 8:
+        return first
+    second = plane(code_bytes, 1, bits, flip)
+    if bits == 2:
+        third, fourth = plane(code_bytes, 2, bits, flip), plane(code_bytes, 3, bits, flip)
+        if place < 2:
+            first, second = interleave_low(first, third), interleave_low(second, fourth)
+        else:
+            first, second = interleave_high(first, third), interleave_high(second, fourth)
+    return interleave_low(first, second) if place % 2 == 0 else interleave_high(first, second)
+
+
+@inlined
 def put_columns(
     source: int, bits: int, flip: int, common: int, scales: int, points: int, origins: int, length: int,
     y: int, dtype: int,
 ) -> None:  # fmt: skip
-    """Decode a row whose elements each have a block: first the codes alone, which every dtype holds exactly."""
-    zero, size = splat(np.float32(0)), element_bytes(dtype)
-    for at in range(0, length, LANES * 8 // bits):
-        put_vector(source + at // 8 * bits, bits, flip, y + at * size, dtype, splat(np.float32(1)), zero, zero, 0)
-    for at in range(0, length, LANES):
-        offset, origin = splat(np.float32(common)), zero
-        if points != 0:
-            offset = offset + to_float(load_i32(points + 4 * at))
-        if origins != 0:
-            origin = load_f32(origins + 4 * at)
-        target = y + at * size
-        put(load(target, dtype), target, dtype, load_f32(scales + 4 * at), offset, origin, origins)
+    """Decode a row whose elements each have a block."""
+    planes, size = 8 // bits, element_bytes(dtype)
+    for vector in range(length // (LANES * planes)):
+        code_bytes = load_u8(source + LANES * vector)
+        for place in range(planes):
+            at = LANES * (planes * vector + place)
+            offset, origin = splat(np.float32(common)), splat(np.float32(0))
+            if points != 0:
+                offset = offset + to_float(load_i32(points + 4 * at))
+            if origins != 0:
+                origin = load_f32(origins + 4 * at)
+            codes, scale = neighbours(code_bytes, place, bits, flip), load_f32(scales + 4 * at)
+            put(codes, y + at * size, dtype, scale, offset, origin, origins)
 
 
 @compiled
