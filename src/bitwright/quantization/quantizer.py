@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from bitwright._utils.heap_memory import heap_kept
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import module_mode
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
@@ -207,6 +208,9 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         With ``torch.distributed`` initialised, observed ranges are those of the batches of all processes joined.
 
+        Memory that a step frees stays in the process until the block ends (glibc; not with
+        ``BITWRIGHT_IDLE_MEGABYTES=0`` or settings of your own in ``MALLOC_...`` or ``GLIBC_TUNABLES``).
+
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.
 
@@ -214,7 +218,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             RuntimeError: the model is not prepared, or another mode is active.
         """
         target = self._target(model, "entering training mode")
-        with self._in_lifecycle(_Lifecycle.TRAINING), module_mode(target, training=True):
+        with self._in_lifecycle(_Lifecycle.TRAINING), module_mode(target, training=True), heap_kept():
             self._start_statistics(target)
             for simulator in _simulators(target):
                 switch(simulator, observer=not (self._measured and has_searched_range(simulator)), fake_quant=True)
