@@ -166,41 +166,47 @@ def onnx(folder: Path) -> dict[str, Any]:
 
 
 def packed(folder: Path) -> dict[str, Any]:
-    """A BERT of 35 million parameters with int4 weights in blocks of 32: bytes in memory, and time of forwards.
+    """Transformers with int4 weights in blocks of 32 inputs: bytes in memory, and time of forwards.
 
-    From one token, where codes are multiplied, over parts of weights that are decoded in turn, to whole weights.
+    A BERT of 35 million parameters, whose linear layers have a row for each output, and a GPT-2 of 50 million, whose
+    layers have a row for each input. From one token, where codes are multiplied, to 1024.
     """
     import transformers
 
-    from bitwright.export.torch_program import packed_copy
-    from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-    from bitwright.quantization.spec import PerBlockGranularity
-
     torch.manual_seed(0)
-    config = transformers.BertConfig(
+    bert = transformers.BertConfig(
         vocab_size=8000, hidden_size=640, num_hidden_layers=6, num_attention_heads=10, intermediate_size=2560,
     )  # fmt: skip
-    model = transformers.BertModel(config).eval()
+    gpt2 = transformers.GPT2Config(vocab_size=8000, n_layer=6, bos_token_id=0, eos_token_id=0, use_cache=False)
+    return {
+        "BERT": _packed(transformers.BertModel(bert).eval()),
+        "GPT-2": _packed(transformers.GPT2LMHeadModel(gpt2).eval()),
+    }
+
+
+def _packed(model: nn.Module) -> dict[str, Any]:
+    from bitwright.export.torch_program import packed_copy
+    from bitwright.quantization import Quantizer, QuantizerConfig
+
+    name = type(model).__name__
     sizes = ((1, 1), (1, 16), (1, 128), (8, 16), (8, 128))
     inputs = {f"{batch} x {count}": torch.randint(0, 8000, (batch, count)) for batch, count in sizes}
-    dense = sum(tensor.nbytes for tensor in model.state_dict().values())
-    spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))
-    module = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": spec})
-    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig(global_config=module, execution_mode="eager"))
+    dense = sum(tensor.nbytes for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w4_per_block(execution_mode="eager"))
     prepared = quantizer.prepare((inputs["1 x 16"],))
     small = packed_copy(prepared)
-    held = sum(tensor.nbytes for tensor in {id(t): t for t in small.state_dict().values()}.values())
+    held = sum(tensor.nbytes for tensor in {id(t): t for t in small.state_dict(keep_vars=True).values()}.values())
     results: dict[str, Any] = {"float_bytes": dense, "packed_bytes": held, "share": held / dense, "tokens": {}}
     with torch.no_grad():
         for count, tokens in inputs.items():
             forms = {"float": model, "packed": small}
-            calls = {name: timed(lambda form=form, tokens=tokens: form(tokens)) for name, form in forms.items()}
+            calls = {key: timed(lambda form=form, tokens=tokens: form(tokens)) for key, form in forms.items()}
             times = alternate(calls, repeats=5 if tokens.numel() > 500 else 15, warmup=2)
             results["tokens"][count] = {
                 "seconds": times, "float_over_packed": ratio(times["float"], times["packed"]),
                 "sqnr_db_against_prepared": sqnr(prepared(tokens)[0], small(tokens)[0]),
             }  # fmt: skip
-            print(f"packed W4 BERT, {count} tokens: float {times['float'].median * 1e3:.1f} ms, "
+            print(f"packed W4 {name}, {count} tokens: float {times['float'].median * 1e3:.1f} ms, "
                   f"packed {times['packed'].median * 1e3:.1f} ms")  # fmt: skip
             sys.stdout.flush()
     print(f"{held:,} of {dense:,} bytes ({held / dense:.3f})")
