@@ -298,7 +298,12 @@ class ReadyCall:
 
     def observe_and_run(self, x: torch.Tensor, restart: bool) -> torch.Tensor:
         """``observe``, and then ``run``, in one call."""
-        return self.run_masked(x, None, 0 if restart else self._mode)
+        mode = 0 if restart else self._mode
+        if self._large:
+            return self.run_masked(x, None, mode)
+        y = _empty_like(x)
+        _observe_and_map_ready(x.data_ptr(), y.data_ptr(), 0, mode, self._address)
+        return y
 
 
 class LargeCall:

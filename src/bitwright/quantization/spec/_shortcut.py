@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from bitwright._utils.direct_calls import Call
 from bitwright.kernels import Task
@@ -22,7 +21,7 @@ from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
 
 from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
-from ._recall import will_be_repeated
+from ._recall import saved_tensor_hooks, will_be_repeated
 from ._weight_memory import WeightMemory, watch
 from .granularity import PerTensorGranularity
 
@@ -34,6 +33,7 @@ _SHAPES = 16
 _STRIDED = torch.strided
 _WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _backward_task = torch._C._current_graph_task_id
+_increment_version = torch._C._increment_version
 _grad_enabled = torch.is_grad_enabled
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
 
@@ -182,7 +182,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or modules["range_calculator"] is not ranges
             or not undisturbed()
             or _backward_task() != -1
-            or will_be_repeated(own["training"], False)
+            or (saved_tensor_hooks(True) is not None and will_be_repeated(own["training"], False))
         ):
             return None
         ready = known.get(x.shape)
@@ -203,8 +203,11 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             y = _with_gradient(ready, x, made, unneeded, True, progress.restart)
         else:
             y = ready.observe_and_run(x, progress.restart)
-        increment_version(written)
-        progress.count()
+        _increment_version(written)
+        if progress.restart:
+            progress.count()
+        else:
+            progress.observations += 1
         return y
 
     return call

@@ -78,9 +78,9 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
 
     def __call__(self, tensor: torch.Tensor, *context: Any) -> Any:
         """Return the fake-quantized tensor; given more, what the module ``behind`` makes of it and of the rest."""
-        behind: Any = self.behind
-        if behind is None or not context:
+        if not context or self.behind is None:
             return super().__call__(tensor)
+        behind: Any = self.behind
         y = behind.at_once(self, tensor, *context)
         return behind(super().__call__(tensor), *context) if y is None else y
 
