@@ -108,6 +108,32 @@ def test_tied_weights_of_graphs_stay_tied(spare):
     assert torch.equal(final(x), y)
 
 
+class Words(nn.Module):
+    """A table of vectors that the layer in front of the output reads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.table(tokens)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_tied_table_is_stored_packed(mode, tmp_path):
+    """Coremltools reads a tied weight's metadata under one of its names, whichever."""
+    target = TARGETS["coreml"]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (2, 8), dtype=torch.int32)
+    _, ready = prepared(Words().eval(), tokens, QuantizationSpec(dtype="int4", granularity=CHANNEL), mode=mode)
+    package = target.write(ready, (tokens,), tmp_path / "m.mlpackage", {}, None)
+    stored = sum(path.stat().st_size for path in package.rglob("weight.bin"))
+    assert 64 * 32 / 2 < stored < 64 * 32 * 2, "not one table of int4 codes, nor two"
+
+
 def test_arithmetic_with_sizes_is_no_call_while_tracing():
     """Sizes are tensors in ``torch.jit.trace``; the second addition is the one that is quantized there, too."""
 

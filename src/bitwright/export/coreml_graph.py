@@ -47,11 +47,12 @@ def finalize_graph_coreml(module: fx.GraphModule, found: GraphSimulators) -> Non
             target = f"{path}.{name}" if path else name
         rounded.add(target)
         _store(owner, name, tensor.decode())
-        _tie(module, target, names_of.get(id(dense), []))
+        tied = _tie(module, target, names_of.get(id(dense), []))
         if any(_is_recurrent(module, user) for node in weight.nodes for user in node.users):
             stays_dense(weight.target)
         else:
-            mark_weight(owner, name, tensor)
+            for path, _, name in (one.rpartition(".") for one in dict.fromkeys([target, *tied])):
+                mark_weight(module.get_submodule(path), name, tensor)  # coremltools reads any of the names
         for node in weight.nodes:
             _read_instead(node, target)
     for node, simulator in found.activations:
@@ -90,9 +91,13 @@ def _store(owner: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
-def _tie(module: fx.GraphModule, target: str, names: Sequence[str]) -> None:
-    """Give a rounded weight to the other names of the dense one: those that nobody reads, or that hold the same."""
-    value = state_of(module, target)
+def _tie(module: fx.GraphModule, target: str, names: Sequence[str]) -> list[str]:
+    """Give a rounded weight to the other names of the dense one: those that nobody reads, or that hold the same.
+
+    Returns:
+        The names that have it now.
+    """
+    value, tied = state_of(module, target), []
     for name in names:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -100,6 +105,8 @@ def _tie(module: fx.GraphModule, target: str, names: Sequence[str]) -> None:
         read = any(node.users for node in module.graph.find_nodes(op="get_attr", target=name))
         if not read or (held is not None and held.shape == value.shape and torch.equal(held, value)):
             owner._parameters[attribute] = value  # type: ignore[assignment]
+            tied.append(name)
+    return tied
 
 
 def _free_name(owner: nn.Module, name: str) -> str:
