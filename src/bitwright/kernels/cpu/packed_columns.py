@@ -30,7 +30,7 @@ from .packed import plane
 from .packed_groups import shift_of, unsigned_codes
 from .walking import VECTOR, first_part, next_part
 
-__all__ = ["GROUP", "LINE", "STRIP", "multiply_columns_groups_part", "multiply_columns_part"]
+__all__ = ["GROUP", "LINE", "RUN", "STRIP", "multiply_columns_groups_part", "multiply_columns_part"]
 
 STRIP = 2 * LANES
 LINE = 4 * STRIP

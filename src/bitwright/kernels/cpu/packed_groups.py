@@ -12,7 +12,7 @@ from .lanes import LANES, Lanes, load_f32, load_u8, multiply_add, peek_f32, poke
 from .packed import offset_of, plane
 from .walking import first_part, next_part
 
-__all__ = ["GROUP", "multiply_packed_groups_part"]
+__all__ = ["GROUP", "multiply_packed_groups_part", "shift_of", "unsigned_codes"]
 
 GROUP = 8
 
