@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.kernels import Grid, reference, release_idle_memory
-from bitwright.kernels.dispatch import fake_quantize, ready_call, take_snapshot
+from bitwright.kernels.dispatch import fake_quantize, min_max, observe_and_fake_quantize, ready_call, take_snapshot
 
 from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
@@ -372,3 +372,45 @@ def test_large_results_are_like_any_other() -> None:
     wide = memory.empty_like(x, dtype=torch.float32)
     assert (wide.shape, wide.dtype) == (x.shape, torch.float32)
     assert torch.equal(y.share_memory_(), x)
+
+
+@pytest.mark.parametrize("block_size", [(1, 2048), (1, 8)], ids=["few parameters", "many"])
+def test_training_steps_of_large_weights_ask_the_system_for_nothing(
+    block_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results, gradients and parameters take each other's memory in turn."""
+    release_idle_memory()
+    made: list[int] = []
+    block = memory._Block
+    monkeypatch.setattr(memory, "_Block", lambda size: (made.append(size), block(size))[1])
+    weight, gradient = torch.randn(1024, 2048, requires_grad=True), torch.randn(1024, 2048)
+
+    def step() -> torch.Tensor:
+        y, *_ = observe_and_fake_quantize(
+            weight, block_size=block_size, grid=Grid(torch.int4, -8, 7), scheme="symmetric"
+        )
+        return torch.autograd.grad(y, weight, gradient)[0]
+
+    for _ in range(3):
+        step()
+    assert sum(made) >= 2 * weight.nbytes
+    made.clear()
+    for _ in range(4):
+        step()
+    assert made == []
+    release_idle_memory()
+
+
+def test_another_default_dtype_changes_nothing() -> None:
+    x, grid, found = torch.randn(64, 96), Grid(torch.int4, -8, 7), []
+    before = torch.get_default_dtype()
+    try:
+        for default in (torch.float32, torch.float64):
+            torch.set_default_dtype(default)
+            found.append(observe_and_fake_quantize(x, block_size=(1, 32), grid=grid, scheme="asymmetric")[:2])
+            found[-1] += min_max(x, (1, 32))
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert torch.equal(one, other)

@@ -79,7 +79,7 @@ def scaled_gradients(
     """
     channels = len(scale)
     out = gradient if in_place else unaligned_like(gradient)
-    sums = torch.empty(channels)
+    sums = torch.empty(channels, dtype=torch.float32)
     arguments = (
         gradient.data_ptr(), out.data_ptr(), scale.data_ptr(), 0 if mask is None else mask.data_ptr(),
         0 if weight is None else weight.data_ptr(), 0 if result is None else result.data_ptr(), sums.data_ptr(),

@@ -42,6 +42,8 @@ __all__ = [
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
+_CPU = torch.device("cpu")
+
 
 class _Prepared(NamedTuple):
     """Parameters of the blocks in the form that the loops read; the tensors own the memory."""
@@ -193,7 +195,8 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     layout = layout_of(flat.shape, order, block_size)
     threads = threads_for(layout.numel)
     if threads == 1:
-        low, high, sets = torch.empty(layout.counts), torch.empty(layout.counts), 1
+        low, high = (torch.empty(layout.counts, dtype=torch.float32) for _ in range(2))
+        sets = 1
     else:
         keys, _ = range_keys(flat, layout, threads)
         sets = keys.shape[1]
@@ -206,10 +209,11 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
 
 
 def _new_parameters(counts: tuple[int, ...], integer: bool) -> Parameters:
-    scale = torch.empty(counts)
+    like = torch.empty(counts, dtype=torch.float32, device="meta")
+    scale = empty_like(like, device=_CPU)
     if not integer:
         return scale, None, None
-    return scale, torch.empty(counts, dtype=torch.int32), torch.empty(counts)
+    return scale, empty_like(like, dtype=torch.int32, device=_CPU), empty_like(like, device=_CPU)
 
 
 def choose_qparams(

@@ -141,9 +141,9 @@ class _Blocks:
         for blocks in tuple(self._idle.values()):
             blocks.clear()
 
-    def lend(self, size: int) -> memoryview:
-        """Memory of so many bytes; it comes back when the view dies."""
-        block = self._find(_block_size(size))
+    def lend(self, size: int, longest_idle: bool = False) -> memoryview:
+        """Memory of so many bytes, the latest in use or the longest idle; it comes back when the view dies."""
+        block = self._find(_block_size(size), longest_idle)
         block.lent_at = self._now = next(self._count)
         view = block.memory[:size]
         loan = _Loan(view, self._take_back)
@@ -151,11 +151,12 @@ class _Blocks:
         self._lent[id(loan)] = loan
         return view
 
-    def _find(self, size: int) -> _Block:
+    def _find(self, size: int, longest_idle: bool) -> _Block:
         if self._now % _PATIENCE == 0:
             self._give_back()
         try:
-            return self._idle[size].pop()
+            blocks = self._idle[size]
+            return blocks.popleft() if longest_idle else blocks.pop()
         except (KeyError, IndexError):
             return _Block(size)
 
@@ -238,13 +239,22 @@ def lasting_bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-    """``torch.empty_like`` for a plain CPU tensor without holes, for results that a kernel writes in full."""
+def empty_like(
+    x: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    longest_idle: bool = False,
+) -> torch.Tensor:
+    """``torch.empty_like`` for a plain CPU tensor without holes, for results that a kernel writes in full.
+
+    The latest block in use may still be in a cache. In training the longest idle one is taken, for the forward and the
+    backward pass have one each, and what both leave is given back.
+    """
     kind = x.dtype if dtype is None else dtype
     size = x.numel() * kind.itemsize
     if not (LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS):
         return torch.empty_like(x, dtype=dtype, device=device)
-    y = torch.frombuffer(_blocks.lend(size), dtype=kind)
+    y = torch.frombuffer(_blocks.lend(size, longest_idle), dtype=kind)
     if x.is_contiguous():
         return y.resize_(x.shape)
     return y.set_(y.untyped_storage(), 0, x.shape, x.stride())
@@ -318,7 +328,7 @@ def unaligned_like(x: torch.Tensor) -> torch.Tensor:
     """``empty_like`` on memory as ``malloc`` aligns it, for what lives among torch's own tensors."""
     size = x.numel() * x.dtype.itemsize
     if not LARGE <= size <= _MOST_UNALIGNED:
-        return empty_like(x, device=_CPU)
+        return empty_like(x, device=_CPU, longest_idle=True)
     memory = torch.from_numpy(np.empty(size, dtype=np.uint8))
     return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), 0, x.shape, x.stride())
 
