@@ -19,7 +19,7 @@ from bitwright.export.lowering import lower
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
 from .graph import check_convolutions, dequantize_for_each_reader, dequantize_in_floats
-from .layers import lower_dynamic_activations, multiply_by_codes
+from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .runtime import check
 from .weights import dense_weight, int8_weight
 
@@ -94,6 +94,7 @@ def _program(
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = captured(lower(model, weight, activations).model.eval(), example_inputs)
     check_convolutions(program.graph_module)
+    products_as_layers(program)
     dequantize_for_each_reader(program.graph_module)
     dequantize_in_floats(program.graph_module)
     lower_dynamic_activations(program, activations.dynamic)

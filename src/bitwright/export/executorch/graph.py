@@ -14,6 +14,7 @@ __all__ = [
     "check_convolutions",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
+    "has_scales_of_inputs",
     "op_name",
 ]
 
@@ -62,14 +63,16 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
     """Dequantize by arithmetic what goes into a layer whose output is not quantized at once, or is only moved.
 
     XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
-    one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales.
+    one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales. Nor has it
+    a linear layer whose weight has a scale for each input.
     """
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         users = list(node.users)
         if op_name(node) != DEQUANTIZE or not users:
             continue
-        enters_floats = op_name(users[0]).startswith(_LAYERS) and not _is_quantized_at_once(users[0])
+        layer = op_name(users[0]).startswith(_LAYERS)
+        enters_floats = layer and (has_scales_of_inputs(users[0]) or not _is_quantized_at_once(users[0]))
         if not enters_floats and not _has_two_scales(node, users[0]):
             continue
         codes, scale, zero_point = node.args[:3]
@@ -80,6 +83,14 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(value)
         module.graph.erase_node(node)
     module.recompile()
+
+
+def has_scales_of_inputs(node: fx.Node) -> bool:
+    """Whether a linear layer's weight has a scale for each of its inputs, not of its outputs."""
+    if op_name(node) != "aten::linear":
+        return False
+    weight: Any = node.args[1]
+    return op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 1
 
 
 def _is_quantized_at_once(node: fx.Node) -> bool:

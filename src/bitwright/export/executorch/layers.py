@@ -12,17 +12,73 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .activations import DynamicActivation
-from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, op_name
+from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, has_scales_of_inputs, op_name
 
-__all__ = ["lower_dynamic_activations", "multiply_by_codes"]
+__all__ = ["lower_dynamic_activations", "multiply_by_codes", "products_as_layers"]
 
 _ops = torch.ops.quantized_decomposed
 _MARKER = "bitwright::dynamic_activation"
 _DEQUANTIZES = "quantized_decomposed::dequantize"
 _INTEGERS = (DEQUANTIZE, "quantized_decomposed::dequantize_per_token")
-_PRODUCTS = ("aten::linear", "aten::conv", "aten::matmul", "aten::bmm", "aten::scaled_dot_product")
+_PRODUCTS = (
+    *(f"aten::{name}" for name in ("linear", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum")),
+    "aten::scaled_dot_product",
+)
+_WEIGHT_AT = {"aten::addmm": 2, "aten::mm": 1, "aten::matmul": 1}
+"""Where products with a constant matrix on the right have it among their arguments."""
 _RANGE = (-128, 127, torch.int8)
 _INT4 = (-8, 7)
+
+
+def products_as_layers(program: ExportedProgram) -> None:
+    """Write products with a constant int8 matrix on the right as linear layers, with its codes transposed.
+
+    Linear layers have a row of codes for each output, and a scale for each row, in XNNPACK. A matrix that something
+    else reads too stays.
+
+    Args:
+        program: changed in place.
+    """
+    by_codes: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if op_name(node) == DEQUANTIZE_CHANNELS and node.args[0].op == "placeholder" and node.meta["val"].ndim == 2:
+            by_codes.setdefault(node.args[0], []).append(node)
+    for codes, weights in by_codes.items():
+        alone = len(codes.users) == len(weights)
+        if alone and all(_is_product(user, weight) for weight in weights for user in weight.users):
+            _transpose(program, codes, weights)
+    program.graph_module.recompile()
+
+
+def _is_product(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether a node multiplies with a matrix on the right, and adds a vector with a number for each column."""
+    place = _WEIGHT_AT.get(op_name(node).partition(".")[0])
+    if place is None or node.kwargs or node.args[place] is not weight or node.args.count(weight) > 1:
+        return False
+    bias: Any = node.args[0] if place == 2 else None
+    return bias is None or tuple(bias.meta["val"].shape) == (weight.meta["val"].shape[1],)
+
+
+def _transpose(program: ExportedProgram, codes: fx.Node, weights: list[fx.Node]) -> None:
+    _change(program, codes, lambda values: values.t().contiguous())
+    parameters: Any = weights[0].args
+    scale, zero_point, axis = parameters[1:4]
+    values = program.state_dict[program.graph_signature.inputs_to_buffers[scale.name]]
+    by_output = axis == 1 or bool((values == values[0]).all())
+    if axis == 0 and by_output:  # one scale for the whole matrix
+        for buffer in (scale, zero_point):
+            _change(program, buffer, lambda values: values[:1].repeat(len(codes.meta["val"])))
+    for weight in weights:
+        weight.args = (*weight.args[:3], 0 if by_output else 1, *weight.args[4:])
+        weight.meta["val"] = torch.empty_like(codes.meta["val"], dtype=torch.float32)
+        for node in list(weight.users):
+            place = _WEIGHT_AT[op_name(node).partition(".")[0]]
+            bias = node.args[:1] if place == 2 else ()
+            with program.graph.inserting_before(node):
+                layer = call(program.graph, torch.ops.aten.linear.default, node.args[place - 1], weight, *bias)
+            node.replace_all_uses_with(layer)
+            program.graph.erase_node(node)
+            layer._rename(node.name)
 
 
 def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str, DynamicActivation]) -> None:
@@ -63,10 +119,11 @@ def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str
 
 
 def multiply_by_codes(program: ExportedProgram) -> bool:
-    """Scale the output of linear layers, not their weight, where int8 weights meet float activations.
+    """Scale the outputs of linear layers, not their weight, where int8 weights meet float activations.
 
     XNNPACK has no product of floats with int8 weights that its partitioner takes. It does convert codes to floats, one
-    scale for all of them, and it multiplies with a weight that is computed.
+    scale for all of them, and it multiplies with a weight that is computed. Where the weight has a scale for each
+    input, that is what is scaled.
 
     Args:
         program: changed in place.
@@ -83,8 +140,10 @@ def multiply_by_codes(program: ExportedProgram) -> bool:
         found = True
         with graph.inserting_before(node):
             codes = call(graph, _ops.dequantize_per_tensor.default, weight.args[0], 1.0, 0, *_RANGE)
-            product = call(graph, aten.linear.default, node.args[0], codes)
-            product = call(graph, aten.mul.Tensor, product, weight.args[1])
+            scale = weight.args[1]
+            by_input, x = has_scales_of_inputs(node), node.args[0]
+            product = call(graph, aten.linear.default, call(graph, aten.mul.Tensor, x, scale) if by_input else x, codes)
+            product = product if by_input else call(graph, aten.mul.Tensor, product, scale)
             if len(node.args) > 2 and node.args[2] is not None:
                 product = call(graph, aten.add.Tensor, product, node.args[2])
         node.replace_all_uses_with(product)
@@ -96,12 +155,11 @@ def multiply_by_codes(program: ExportedProgram) -> bool:
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
-    """The dequantized weight of a linear layer, where each output has a scale."""
+    """The dequantized weight of a linear layer, where each output or each input has a scale."""
     if op_name(node) != "aten::linear":
         return None
     weight: Any = node.args[1]
-    fits = op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 0 and weight.args[0].op == "placeholder"
-    return weight if fits else None
+    return weight if op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[0].op == "placeholder" else None
 
 
 def _codes(layer: fx.Node) -> fx.Node:
@@ -137,7 +195,7 @@ def _layers(
     layers: set[fx.Node] = set()
     by_codes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
-        if _weight(node) is not None:
+        if _weight(node) is not None and not has_scales_of_inputs(node):
             by_codes.setdefault(_codes(node), []).append(node)
     for codes, readers in by_codes.items():
         alone = len(codes.users) == len(readers) and all(len(user.users) == 1 for user in codes.users)
@@ -165,17 +223,21 @@ def _fits(program: ExportedProgram, layer: fx.Node) -> bool:
 
 def _set_weight(program: ExportedProgram, codes: fx.Node, as_they_are: set[fx.Node]) -> None:
     """Give a weight the columns of zeros that its activation's range is multiplied with, and its range of codes."""
-    name = program.graph_signature.inputs_to_buffers[codes.name]
-    values = program.state_dict[name]
+    values = program.state_dict[program.graph_signature.inputs_to_buffers[codes.name]]
     small = bool(((values >= _INT4[0]) & (values <= _INT4[1])).all())
     readers = [reader for user in codes.users for reader in user.users]
     if _read(readers[0]) not in as_they_are:
-        program.state_dict[name] = torch.nn.functional.pad(values, (0, 2))
-        codes.meta["val"] = torch.nn.functional.pad(codes.meta["val"], (0, 2))
+        _change(program, codes, lambda values: torch.nn.functional.pad(values, (0, 2)))
     for weight in list(codes.users):
         lowest, highest = _INT4 if small else _RANGE[:2]
         weight.args = (*weight.args[:4], lowest, highest, *weight.args[6:])
         weight.meta["val"] = torch.empty_like(codes.meta["val"], dtype=torch.float32)
+
+
+def _change(program: ExportedProgram, buffer: fx.Node, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    name = program.graph_signature.inputs_to_buffers[buffer.name]
+    program.state_dict[name] = function(program.state_dict[name])
+    buffer.meta["val"] = function(buffer.meta["val"])
 
 
 def _by_rows(graph: fx.Graph, x: fx.Node) -> fx.Node:

@@ -1,0 +1,150 @@
+"""Products of ExecuTorch programs whose int8 weights are not one row of codes, with a scale, for each output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("executorch.exir")
+
+from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerChannelGranularity, PerTokenGranularity
+from tests.measures import sqnr
+
+STATIC = QuantizationSpec(qscheme="asymmetric")
+DYNAMIC = QuantizationSpec(qscheme="asymmetric", granularity=PerTokenGranularity(), qparam_calculator_cls="dynamic")
+PORTABLE = (b"aten::addmm", b"aten::mm", b"aten::bmm", b"aten::matmul", b"aten::linear", b"quantized_decomposed::")
+
+
+class Rows(nn.Module):
+    """A layer whose weight has a row for each input, as GPT-2's; its bias is added with the product or after it."""
+
+    def __init__(self, inputs, outputs, fused):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs))
+        self.fused = fused
+
+    def forward(self, x):
+        if not self.fused:
+            return x @ self.weight + self.bias
+        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Net(nn.Module):
+    """Both kinds of such layers, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = Rows(32, 48, True), Rows(48, 32, False), nn.Linear(32, 24)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(self.first(x))))
+
+
+def _exported(rows_axis, linear_axis, activation, mode, path):
+    """SQNR of a program whose weights are quantized per channel on these axes, None for per tensor; and the file."""
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(2, 5, 32)
+    floats = model(x)
+    inputs = None if activation is None else {"*": activation}
+    outputs = inputs if activation is STATIC else None
+
+    def module(axis):
+        weight = QuantizationSpec() if axis is None else QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
+        return ModuleQuantizerConfig(op_state_spec={"weight": weight}, op_input_spec=inputs, op_output_spec=outputs)
+
+    config = QuantizerConfig(
+        global_config=None,
+        module_name_configs={"first": module(rows_axis), "second": module(rows_axis), "last": module(linear_axis)},
+        execution_mode=mode,
+    )
+    quantizer = Quantizer(model, config)
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    (found,) = run_executorch(export_executorch(ready, (x,), path), (x,))
+    assert sqnr(floats, ready(x)) < 60, "nothing is quantized"
+    return sqnr(ready(x), found), path.read_bytes()
+
+
+@pytest.mark.parametrize(("rows_axis", "linear_axis"), [(1, 0), (None, None), (0, 1)])
+@pytest.mark.parametrize("activation", [None, DYNAMIC, STATIC], ids=["none", "dynamic", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+def test_products_run_in_xnnpack(mode, activation, rows_axis, linear_axis, tmp_path, caplog):
+    """With int8 weights at the first try: a scale for each output, or for each input, which is scaled by it then.
+
+    Where both sides are calibrated int8, XNNPACK rounds a bias to a multiple of both scales, and a tie may move a code.
+    """
+    ratio, content = _exported(rows_axis, linear_axis, activation, mode, tmp_path / "m.pte")
+    assert ratio > (35 if activation is STATIC else 100)
+    assert not [op for op in PORTABLE if op in content]
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
+class Product(nn.Module):
+    """A product with a matrix, in one of the ways to write it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16))
+        self.way = way
+
+    def forward(self, x):
+        return self.way(x, self.weight, self.bias)
+
+
+WAYS = {
+    "vector": (lambda x, w, b: x[0] @ w, True),
+    "two readers": (lambda x, w, b: torch.mm(torch.mm(x, w), w), True),
+    "computed bias": (lambda x, w, b: torch.addmm(x.sum() * b, x, w), True),
+    "scaled": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2.0), False),
+    "number": (lambda x, w, b: torch.addmm(b[:1], x, w), False),
+    "matrix": (lambda x, w, b: torch.addmm(b.expand(5, 16), x, w), False),
+    "squared": (lambda x, w, b: x + (w @ w)[:5], False),
+    "transposed too": (lambda x, w, b: x @ w @ w.t(), False),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(way, marks=[] if way in ("two readers", "squared") else pytest.mark.slow) for way in WAYS]
+)
+def test_other_products(name, tmp_path):
+    """What is no linear layer stays a product, in the first of all ways to write the file."""
+    torch.manual_seed(0)
+    way, is_layer = WAYS[name]
+    model, x = Product(way).eval(), torch.randn(5, 16)
+    weight = QuantizationSpec(granularity=PerChannelGranularity(axis=1))
+    config = ModuleQuantizerConfig(op_state_spec={"weight": weight}, op_input_spec=None, op_output_spec=None)
+    ready = Quantizer(model, QuantizerConfig(global_config=config, execution_mode="graph")).prepare((x,))
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > 100
+    assert (b"quantized_decomposed::" not in path.read_bytes()) == is_layer
+
+
+class Tied(nn.Module):
+    """A matrix that a lookup reads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 24)
+
+    def forward(self, tokens):
+        x = self.table(tokens).sum(-1, keepdim=True)
+        return x.expand(*tokens.shape, 16) @ self.table.weight
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_matrices_with_other_readers_stay(axis, tmp_path):
+    torch.manual_seed(0)
+    model, tokens = Tied().eval(), torch.randint(0, 16, (2, 5))
+    weight = QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
+    config = ModuleQuantizerConfig(op_state_spec={"weight": weight}, op_input_spec=None, op_output_spec=None)
+    quantizer = Quantizer(model, QuantizerConfig(global_config=config, execution_mode="graph"))
+    ready = quantizer.prepare((tokens,))
+    (found,) = run_executorch(export_executorch(ready, (tokens,), tmp_path / "m.pte"), (tokens,))
+    assert sqnr(ready(tokens), found) > 100
