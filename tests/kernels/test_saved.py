@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
 
 fused = pytest.importorskip("bitwright.kernels.cpu.fused")
+signs = pytest.importorskip("bitwright.kernels.cpu.signs")
 
 INT8 = Grid(torch.int8, -128, 127)
 
@@ -357,3 +359,16 @@ def test_results_that_are_saved_do_not_hold_themselves() -> None:
     gone = weakref.ref(y)
     del y
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "hooks", [torch.autograd.graph.save_on_cpu, torch.autograd.graph.allow_mutation_on_saved_tensors]
+)
+def test_unshared_gradients_are_known_wherever_they_are_first_asked_for(hooks: Callable[[], Any]) -> None:
+    """Hooks that somebody has on saved tensors neither stop the question nor change the answer."""
+    expected = signs._unshared()
+    assert expected
+    signs._unshared.cache_clear()
+    with hooks(), torch.inference_mode():
+        signs.Signs.prepare()
+    assert signs._unshared() == expected
