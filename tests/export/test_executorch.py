@@ -288,6 +288,26 @@ def test_all_roundings_beside_calibrated_activations_are_pytorchs_or_ties(name, 
     assert max(row.error for row in rows) < 1e-4
 
 
+class Scaled(nn.Module):
+    """A layer behind a product with a tensor without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x * x.amax())
+
+
+def test_quantized_numbers_without_dimensions_leave_the_rest_to_xnnpack(tmp_path, caplog):
+    torch.manual_seed(0)
+    x = torch.randn(3, 16)
+    _, ready = prepared(Scaled().eval(), x, W8, QuantizationSpec(), "graph")
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 35
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
 def test_rows_of_zeros_and_of_one_sign(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Linear(16, 8).eval(), torch.rand(6, 16)

@@ -149,6 +149,8 @@ class _Activation(nn.Module):
         self.parameters_of_op = (float(operands.scale), int(operands.zero_point) - shift, _LOW, _HIGH, torch.int8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.ndim:  # XNNPACK's passes fail on a tensor without an order of dimensions
+            return self(x.unsqueeze(0)).squeeze(0)  # type: ignore[no-any-return]
         ops = torch.ops.quantized_decomposed
         codes = ops.quantize_per_tensor(x, *self.parameters_of_op)
         decoded: torch.Tensor = ops.dequantize_per_tensor(codes, *self.parameters_of_op)
