@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from bitwright._utils.direct_calls import pass_through
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import saved_as_codes, set_form
 from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity, QuantizationSpec
@@ -295,3 +296,47 @@ def test_weights_take_turns_with_evaluation() -> None:
         with torch.no_grad():
             weight.add_(1.0)
     assert copy.deepcopy(mine)._shortcut.task is None
+
+
+ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "heads of attention": lambda x: x.transpose(1, 2).chunk(2, -1)[1],
+    "every other": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+    "negated view": lambda x: torch._neg_view(x.transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("observing", [True, False])
+@pytest.mark.parametrize("size", [6, 96])
+@pytest.mark.parametrize("relu", [False, True])
+def test_orders_of_memory(order: str, observing: bool, size: int, relu: bool) -> None:
+    """Values, strides, gradients and ranges are those of the long way, for small tensors and large ones."""
+    torch.manual_seed(0)
+    short, long = simulator(), simulator()
+    long.register_forward_hook(lambda *_: None)
+    found = []
+    for s in (short, long):
+        torch.manual_seed(1)
+        rows = []
+        for step in range(3):
+            leaf = torch.randn(2, 4, size, size, requires_grad=True)
+            x = leaf * (1 + step)
+            x = ORDERS[order](torch.relu(x) if relu else x)
+            if step == 1 and not observing:
+                s.disable_observer()
+            before = x.detach().clone()
+            y = s(x) if s is long else pass_through(s, x)
+            assert torch.equal(x, before)
+            gradient = torch.randn_like(y)
+            y.backward(gradient)
+            with torch.no_grad():
+                without = s(x) if not observing else y
+            rows += [y.detach(), leaf.grad, without.detach(), *(b.clone() for b in s.qparams_calculator.buffers())]
+            strides = [t.stride() for t in (y, without)]
+            rows.append(torch.tensor(strides))
+        found.append(rows)
+    assert short._shortcut.call is not None
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

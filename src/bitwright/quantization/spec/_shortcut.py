@@ -16,7 +16,7 @@ import torch
 from bitwright._utils.direct_calls import Call
 from bitwright.kernels import Task
 from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, undisturbed
-from bitwright.kernels.layout import SMALL
+from bitwright.kernels.layout import SMALL, dense
 from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
 
@@ -64,7 +64,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         tensor: what it was given.
     """
     switches = _switches(simulator)
-    if switches is None or not tensor.is_contiguous():
+    if switches is None:
         return None
     observer, fake_quant, off = switches
     snapshot = take_snapshot(*switches)
@@ -78,7 +78,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
     other = scale if point is None else origin if simulator._current_grid().formulation == "minval" else point
     name = "scale" if point is None else "minval" if other is origin else "zero_point"
     at, other_at = scale.data_ptr(), other.data_ptr()
-    whole = isinstance(simulator._granularity, PerTensorGranularity)
+    whole = _is_whole(simulator)
     known: dict[Any, Any] = {tensor.numel() if whole else tensor.shape: ready}
 
     def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
@@ -101,8 +101,13 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         ready = known.get(key)
         if ready is None:
             ready = _another(known, key, simulator, x, made, snapshot=snapshot)
-        if ready is None or not x.is_cpu or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
+        if ready is None or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
             return None
+        if not x.is_contiguous():
+            if not whole:
+                return None
+            x, order = dense(x)
+            unneeded = unneeded or order is None
         if x.requires_grad and _grad_enabled():
             return _with_gradient(ready, x, made, unneeded) if snapshot.holds() else None
         quantized: torch.Tensor | None = ready.run(x)
@@ -111,9 +116,16 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
     return call
 
 
+def _is_whole(simulator: Any) -> bool:
+    """Whether the order of the elements does not matter."""
+    return isinstance(simulator._granularity, PerTensorGranularity)
+
+
 def _ready(simulator: Any, tensor: torch.Tensor, made: QParams, **options: Any) -> Any:
     if type(tensor) is not torch.Tensor or any(t is not None and t.is_inference() for t in made):
         return None
+    if _is_whole(simulator) and tensor.is_cpu and tensor.layout is _STRIDED:
+        tensor = tensor.detach().contiguous()
     block_size, grid = simulator._block_size(tensor.shape), simulator._current_grid()
     return ready_call(tensor, made, block_size=block_size, grid=grid, **options)
 
@@ -137,7 +149,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     Takes the arguments of ``quantizing``.
     """
     switches = _switches(simulator)
-    if switches is None or not tensor.is_contiguous() or not tracks_in_place(calculator, tensor.dtype, tensor.device):
+    if switches is None or not tracks_in_place(calculator, tensor.dtype, tensor.device):
         return None
     observer, fake_quant, off = switches
     version = simulator._seen_version
@@ -155,7 +167,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     ready = _ready(simulator, tensor, made, **options)
     if ready is None or simulator._layout.counts != running_min.shape:
         return None
-    dtype, quantize = tensor.dtype, simulator._fake_quant_on
+    dtype, quantize, whole = tensor.dtype, simulator._fake_quant_on, _is_whole(simulator)
     settings = calculator.__dict__
     initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
@@ -191,14 +203,19 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             if simulator._layout.counts != running_min.shape:
                 known.clear()
                 return None
-        if ready is None or not x.is_cpu or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
+        if ready is None or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
             return None
         for name, tensor, address in state:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
                 return None
+        y = x
+        if not x.is_contiguous():
+            if not whole:
+                return None
+            x, order = dense(x)
+            unneeded = unneeded or order is None
         if not quantize:
             ready.observe(x, progress.restart)
-            y = x
         elif x.requires_grad and _grad_enabled():
             y = _with_gradient(ready, x, made, unneeded, True, progress.restart)
         else:
