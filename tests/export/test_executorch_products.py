@@ -148,3 +148,27 @@ def test_matrices_with_other_readers_stay(axis, tmp_path):
     ready = quantizer.prepare((tokens,))
     (found,) = run_executorch(export_executorch(ready, (tokens,), tmp_path / "m.pte"), (tokens,))
     assert sqnr(ready(tokens), found) > 100
+
+
+class Attention(nn.Module):
+    """What attention returns goes through a view, as in GPT-2, into a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), Rows(16, 16, True)
+
+    def forward(self, x):
+        q, k, v = (part.view(2, 5, 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, 16).contiguous()
+        return self.out(y.view(-1, 16)).view(2, 5, 16)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_views_behind_attention(mode, tmp_path):
+    """PyTorch's attention returns memory in another order than the products that it becomes."""
+    torch.manual_seed(0)
+    model, x = Attention().eval(), torch.randn(2, 5, 16)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode))
+    ready = quantizer.prepare((x,))
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100

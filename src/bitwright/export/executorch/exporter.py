@@ -18,7 +18,12 @@ from bitwright.export.extras import require
 from bitwright.export.lowering import lower
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
-from .graph import check_convolutions, dequantize_for_each_reader, dequantize_in_floats
+from .graph import (
+    check_convolutions,
+    dequantize_for_each_reader,
+    dequantize_in_floats,
+    reshape_behind_attention,
+)
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .runtime import check
 from .weights import dense_weight, int8_weight
@@ -98,6 +103,7 @@ def _program(
     dequantize_for_each_reader(program.graph_module)
     dequantize_in_floats(program.graph_module)
     lower_dynamic_activations(program, activations.dynamic)
+    reshape_behind_attention(program.graph_module)
     return program, multiply_by_codes(program)
 
 

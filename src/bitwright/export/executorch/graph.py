@@ -16,6 +16,7 @@ __all__ = [
     "dequantize_in_floats",
     "has_scales_of_inputs",
     "op_name",
+    "reshape_behind_attention",
 ]
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
@@ -82,6 +83,19 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
             value = call(module.graph, aten.mul.Tensor, value, scale)
         node.replace_all_uses_with(value)
         module.graph.erase_node(node)
+    module.recompile()
+
+
+def reshape_behind_attention(module: fx.GraphModule) -> None:
+    """Let views copy where they must: attention becomes products, whose result lies in another order than its own."""
+    aten = torch.ops.aten
+    attention = module.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    for node in attention:
+        with module.graph.inserting_after(node):
+            ordered = call(module.graph, aten.clone.default, node, memory_format=torch.contiguous_format)
+        node.replace_all_uses_with(ordered, delete_user_cb=lambda user, ordered=ordered: user is not ordered)
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default) if attention else []:
+        node.target = aten.reshape.default
     module.recompile()
 
 
