@@ -34,6 +34,10 @@ OTHER_OPERATOR = "The float model has it: write it with other operators there, o
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOST = re.compile(r"target (\S+) references nonexistent attribute")
 _FINALIZED = re.compile(r"\bcoreai(\.|::)\w+")
+_FINALIZED_REMEDY = (
+    "It was finalized for Core AI, whose operators no other target has. Give the exporter the prepared model; "
+    "for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
+)
 _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
@@ -95,7 +99,8 @@ def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None
         places = list(dict.fromkeys(path or "the model itself" for path in paths))
         listed = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
         words = f"it has no translation of the operator {op}, which is called in {listed}"
-        message = f"{converter} cannot take this model: {words}. {OTHER_OPERATOR}"
+        remedy = _FINALIZED_REMEDY if _FINALIZED.search(op) else OTHER_OPERATOR
+        message = f"{converter} cannot take this model: {words}. {remedy}"
         problems.append(Problem("target", places[0], message, Severity.ERROR))
     if problems:
         raise ConversionError("\n".join(problem.message for problem in problems), tuple(problems))
@@ -147,10 +152,7 @@ def _remedy(error: Exception) -> str:
     if lost is not None:
         return _rename(lost[1])
     if any(_FINALIZED.search(str(part)) for part in _chain(error)):
-        return (
-            "It was finalized for Core AI, whose operators no other target has. Give the exporter the prepared model; "
-            "for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
-        )
+        return _FINALIZED_REMEDY
     general = (
         "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
         "leave the layers at fault out of the configuration."
