@@ -27,7 +27,7 @@ SCRIPT = textwrap.dedent("""
     found = []
     for _ in range(2):
         with quantizer.training_mode():
-            faults(1)
+            faults()
             found.append(faults())
     print(*found)
 """)
@@ -44,8 +44,8 @@ glibc_only = pytest.mark.skipif(heap_memory._mallopt() is None, reason="no glibc
 
 @glibc_only
 def test_steps_find_the_memory_of_the_one_before() -> None:
-    """Without it each round has some ten thousand faults, unless something happens to lie at the end of the heap."""
-    assert max(page_faults()) < 200
+    """Without it the rounds have 122,880 faults, a page of 4 KiB each; with it the heap may grow by a tensor or two."""
+    assert max(page_faults()) < 4 * 1024
 
 
 @glibc_only

@@ -96,19 +96,14 @@ def export_onnx(
     if opset is not None and opset < needed:
         raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
     program = traced(
-        lowered.model,
-        example_inputs,
-        example_kwargs,
-        dynamic_shapes,
-        opset=needed if opset is None else opset,
-        input_names=input_names,
-        output_names=output_names,
-    )
+        lowered.model, example_inputs, example_kwargs, dynamic_shapes,
+        opset=needed if opset is None else opset, input_names=input_names, output_names=output_names,
+    )  # fmt: skip
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     if not bfloat16_kernels:
         compute_in_float32(program.model, "bfloat16")
-    if not (float16_kernels or (float16_kernels is None and not lowered.activations)):
+    if bool(lowered.activations) if float16_kernels is None else not float16_kernels:
         compute_in_float32(program.model, "float16")
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)

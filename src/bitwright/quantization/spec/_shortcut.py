@@ -107,7 +107,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
             if not whole:
                 return None
             x, order = dense(x)
-            unneeded = unneeded or order is None
+            unneeded = unneeded or order is None  # a copy is nobody else's
         if x.requires_grad and _grad_enabled():
             return _with_gradient(ready, x, made, unneeded) if snapshot.holds() else None
         quantized: torch.Tensor | None = ready.run(x)
@@ -143,6 +143,16 @@ def _another(known: dict[Any, Any], key: Any, simulator: Any, tensor: torch.Tens
     return ready
 
 
+def _observation(calculator: Any) -> dict[str, Any]:
+    """How a kernel moves a calculator's running range, and chooses the parameters."""
+    return {
+        "running": (calculator._buffers["running_min"], calculator._buffers["running_max"]),
+        "scheme": calculator.qscheme.value,
+        "scale_dtype": calculator.scale_dtype,
+        "averaging_constant": getattr(calculator, "averaging_constant", None),
+    }
+
+
 def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | None:
     """Make the shortcut for a running range and an observer that is on; None if there is none.
 
@@ -157,14 +167,8 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     names = ("running_min", "running_max", "scale", "zero_point", "minval")
     running_min, running_max, scale, zero_point, minval = (buffers[name] for name in names)
     made = scale, zero_point, minval
-    average = getattr(calculator, "averaging_constant", None)
-    options: dict[str, Any] = {
-        "running": (running_min, running_max),
-        "scheme": calculator.qscheme.value,
-        "scale_dtype": calculator.scale_dtype,
-        "averaging_constant": average,
-    }
-    ready = _ready(simulator, tensor, made, **options)
+    options = _observation(calculator)
+    ready, average = _ready(simulator, tensor, made, **options), options["averaging_constant"]
     if ready is None or simulator._layout.counts != running_min.shape:
         return None
     dtype, quantize, whole = tensor.dtype, simulator._fake_quant_on, _is_whole(simulator)
@@ -213,7 +217,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             if not whole:
                 return None
             x, order = dense(x)
-            unneeded = unneeded or order is None
+            unneeded = unneeded or order is None  # a copy is nobody else's
         if not quantize:
             ready.observe(x, progress.restart)
         elif x.requires_grad and _grad_enabled():
