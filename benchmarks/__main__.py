@@ -4,7 +4,8 @@ Each script prints its table and writes JSON under ``benchmarks/results/``. Set 
 interpreter that has coreai-opt 0.3 to have it measured beside.
 
 ``kernels.json`` and ``training.json`` are ``{"machine": {...}, "results": [row, ...]}``. Every time is
-``{"minimum", "median", "maximum", "repeats"}`` in seconds, every ratio one of medians.
+``{"minimum", "median", "maximum", "repeats"}`` in seconds, every peak of memory the same in bytes, every ratio one of
+medians.
 
 * A row of ``kernels.json``: ``case``, ``threads``; ``limit`` (``"clone"``, ``"clone and multiply"`` or
   ``"microseconds"``), ``over_limit`` (a ratio, or microseconds a call) and ``over_limit_allowed``; with the peer also

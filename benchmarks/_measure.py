@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 __all__ = [
     "Side",
+    "Spread",
     "Timing",
     "Worker",
     "alternate",
@@ -35,8 +36,8 @@ Side = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of the repetitions of one side."""
+class Spread:
+    """What repeated measurements of one side found."""
 
     minimum: float
     median: float
@@ -44,9 +45,13 @@ class Timing:
     repeats: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
+    def of(cls, found: Sequence[float]) -> Self:
         """Summarise single measurements."""
-        return cls(min(seconds), median(seconds), max(seconds), len(seconds))
+        return cls(min(found), median(found), max(found), len(found))
+
+
+class Timing(Spread):
+    """Seconds of the repetitions of one side."""
 
     def __str__(self) -> str:
         values = (self.minimum, self.median, self.maximum)
@@ -100,7 +105,7 @@ def alternate(sides: Mapping[str, Side], repeats: int, warmup: int = 2, pause: f
     return {name: Timing.of(seconds) for name, seconds in found.items()}
 
 
-def ratio(over: Timing, under: Timing) -> float:
+def ratio(over: Spread, under: Spread) -> float:
     """Quotient of the medians."""
     return over.median / under.median
 
@@ -180,10 +185,10 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, results: Any) -> None:
-    """Write results beside a description of the machine. Timings become minimum, median and maximum in seconds."""
+    """Write results beside a description of the machine. Spreads become minimum, median and maximum."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Timing):
+        if isinstance(value, Spread):
             return asdict(value)
         raise TypeError(f"cannot write {type(value).__name__}")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import Side, Worker, alternate, peak_growth, ratio, resident, write_json
+from _measure import Side, Spread, Worker, alternate, peak_growth, ratio, resident, write_json
 from _models import Block
 from torch import nn
 from torch.nn import functional as F
@@ -215,16 +215,25 @@ def measure_frozen(name: str, repeats: int, threads: int, peer: Worker | None) -
             "over_float_allowed": 1.05, "seconds": times}  # fmt: skip
 
 
-def measure_memory(name: str, mode: str, interpreter: str | None, apart: bool) -> dict[str, Any]:
-    """Peak memory of a step, as multiples of the float step's."""
-    found = {
-        "float": ask_memory(sys.executable, apart, "float", name, mode, ""),
-        "bitwright": ask_memory(sys.executable, apart, "bitwright", name, mode, ""),
-        "bitwright, saved as codes": ask_memory(sys.executable, apart, "bitwright", name, mode, "saved"),
+def measure_memory(name: str, mode: str, repeats: int, interpreter: str | None, apart: bool) -> dict[str, Any]:
+    """Peak memory of a step in a new process each time, as multiples of the float step's."""
+    sides = {
+        "float": (sys.executable, "float", ""),
+        "bitwright": (sys.executable, "bitwright", ""),
+        "bitwright, saved as codes": (sys.executable, "bitwright", "saved"),
     }
     if interpreter:
-        found["peer"] = ask_memory(interpreter, apart, "coreai_opt", name, mode, "")
-    over = {side: found[side]["peak"] / found["float"]["peak"] for side in found if side != "float"}
+        sides["peer"] = interpreter, "coreai_opt", ""
+    peaks: dict[str, list[float]] = {side: [] for side in sides}
+    saved: dict[str, int] = {}
+    for _ in range(repeats):
+        for side, (python, package, as_codes) in sides.items():
+            answer = ask_memory(python, apart, package, name, mode, as_codes)
+            peaks[side].append(answer["peak"])
+            saved[side] = answer["saved"]
+    spreads = {side: Spread.of(values) for side, values in peaks.items()}
+    over = {side: ratio(spreads[side], spreads["float"]) for side in sides if side != "float"}
+    found = {side: {"peak": spreads[side], "saved": saved[side]} for side in sides}
     what = "peak memory in use" if apart else "peak memory"
     return {"what": what, "model": name, "mode": mode, "over_float": over, "over_float_allowed": 1.25,
             "bytes": found}  # fmt: skip
@@ -266,6 +275,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--models", nargs="+", default=["resnet", "gpt"], choices=["resnet", "gpt"])
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory-repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "training.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
@@ -292,8 +302,8 @@ def main() -> None:
         for mode in MODES:
             keep(measure_steps(name, mode, options.repeats, options.threads, peer))
             if not options.no_memory:
-                for apart in (False, True):
-                    keep(measure_memory(name, mode, interpreter, apart))
+                for apart, repeats in ((False, options.memory_repeats), (True, 1)):
+                    keep(measure_memory(name, mode, repeats, interpreter, apart))
     if peer is not None:
         peer.close()
 
