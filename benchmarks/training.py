@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 MODES = ("eager", "graph")
+STEP_OF_TRAINED = "step, trained before"
 
 
 class Residual(nn.Module):
@@ -91,8 +92,24 @@ def problem(name: str, small: bool = False) -> tuple[nn.Module, torch.Tensor, to
     return GPT(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def learning(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, scope: Callable[[], Any] = contextlib.nullcontext
+) -> Callable[[], None]:
+    """Return a step of gradient descent, whose forward pass runs within ``scope``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def learn() -> None:
+        optimizer.zero_grad()
+        with scope():
+            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        optimizer.step()
+
+    return learn
+
+
 def build(
-    package: str, name: str, mode: str, saved: bool = False, small: bool = False
+    package: str, name: str, mode: str, saved: bool = False, small: bool = False, trained: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return a training step and an evaluation.
 
@@ -102,8 +119,14 @@ def build(
         mode: ``eager`` or ``graph``.
         saved: keep what is saved for the backward pass as codes (Bitwright).
         small: build a small model, to load what is loaded once.
+        trained: train the float model for a while first, so that its batch norms know their inputs. Otherwise
+            calibration, which is evaluation, sees other ranges than training, and half the vectors clip something.
     """
     model, x, y = problem(name, small)
+    if trained:
+        learn = learning(model, x, y)
+        for _ in range(30):
+            learn()
     scope: Callable[[], Any] = contextlib.nullcontext
     training = contextlib.ExitStack()
     if package != "float":
@@ -115,14 +138,10 @@ def build(
         training.enter_context(quantizer.training_mode())
     if saved:
         scope = importlib.import_module("bitwright.kernels").saved_as_codes
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    learn = learning(model, x, y, scope)
 
     def step(_: contextlib.ExitStack = training) -> None:  # which ends when nobody holds it
-        optimizer.zero_grad()
-        with scope():
-            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        optimizer.step()
+        learn()
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -189,18 +208,21 @@ def ask_memory(interpreter: str, apart: bool, *arguments: str) -> dict[str, int]
     return found
 
 
-def measure_steps(name: str, mode: str, repeats: int, threads: int, peer: Worker | None) -> dict[str, Any]:
+def measure_steps(
+    name: str, mode: str, repeats: int, threads: int, peer: Worker | None, trained: bool
+) -> dict[str, Any]:
     """Time training steps; ratios of medians."""
+    what = STEP_OF_TRAINED if trained else "step"
     sides = {
-        "float": seconds(build("float", name, mode)[0]),
-        "bitwright": seconds(build("bitwright", name, mode)[0]),
-        "bitwright, saved as codes": seconds(build("bitwright", name, mode, saved=True)[0]),
+        "float": seconds(build("float", name, mode, trained=trained)[0]),
+        "bitwright": seconds(build("bitwright", name, mode, trained=trained)[0]),
+        "bitwright, saved as codes": seconds(build("bitwright", name, mode, saved=True, trained=trained)[0]),
     }
     if peer is not None:
-        sides["peer"] = lambda: peer.ask(what="step", name=name, mode=mode, threads=threads)
+        sides["peer"] = lambda: peer.ask(what=what, name=name, mode=mode, threads=threads)
     times = alternate(sides, repeats, pause=0.01)
     over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
-    return {"what": "step", "model": name, "mode": mode, "threads": threads, "over_float": over,
+    return {"what": what, "model": name, "mode": mode, "threads": threads, "over_float": over,
             "over_float_allowed": 1.2, "seconds": times}  # fmt: skip
 
 
@@ -249,7 +271,9 @@ def serve(package: str) -> None:
         try:
             if key not in built:
                 built.clear()
-                run = frozen(package, key[1]) if key[0] == "frozen" else build(package, key[1], key[2])[0]
+                what, name, mode = key
+                trained = what == STEP_OF_TRAINED
+                run = frozen(package, name) if what == "frozen" else build(package, name, mode, trained=trained)[0]
                 built[key] = seconds(run)
             answer = {"result": built[key]()}
         except Exception as error:  # told to the process that asked
@@ -263,7 +287,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
         f"{side} {over:.2f}{'!' if side != 'peer' and over > row['over_float_allowed'] else ''}"
         for side, over in row["over_float"].items()
     )
-    print(f"{row['what']:18} {row['model']:7} {row['mode']:6} x float (<= {row['over_float_allowed']:g}): {text}")
+    print(f"{row['what']:20} {row['model']:7} {row['mode']:6} x float (<= {row['over_float_allowed']:g}): {text}")
     sys.stdout.flush()
     return row
 
@@ -300,7 +324,8 @@ def main() -> None:
     for name in options.models:
         keep(measure_frozen(name, options.repeats, options.threads, peer))
         for mode in MODES:
-            keep(measure_steps(name, mode, options.repeats, options.threads, peer))
+            for trained in (False, True):
+                keep(measure_steps(name, mode, options.repeats, options.threads, peer, trained))
             if not options.no_memory:
                 for apart, repeats in ((False, options.memory_repeats), (True, 1)):
                     keep(measure_memory(name, mode, repeats, interpreter, apart))
