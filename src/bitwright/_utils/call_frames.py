@@ -16,7 +16,7 @@ import torch._jit_internal
 import torch.functional
 import torch.nn.functional
 import torch.overrides
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["calling_code", "shielded", "thread_frames"]
@@ -46,9 +46,9 @@ def calling_code() -> tuple[str, int] | None:
     """Return where the call that a torch function mode handles was written: in which function, and where in it.
 
     To be called by the mode's ``__torch_function__``. None while ``torch.compile`` traces, and in functions that it
-    makes to go on after a graph break, whose code is not the model's.
+    makes to go on after a graph break, whose code is not the model's. ``torch.export`` runs the model's own code.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return None
     frame = sys._getframe(1)
     while frame.f_back is not None and (

@@ -123,6 +123,32 @@ def test_a_call_that_export_alone_makes_is_told_as_such():
     assert "while torch.export captured the model" in message
 
 
+def masked(y):
+    """A mask from positions, as transformers make one while they are captured, that changes nothing."""
+    return y.masked_fill(torch.arange(4) + 0 < 0, 0.0)
+
+
+class MasksInAnotherFunction(nn.Module):
+    """As ``MasksForExport``, in a function of its own and before the sum that is there always."""
+
+    def forward(self, x):
+        y = x * 2
+        if torch.compiler.is_exporting():
+            y = masked(y)
+        return y + 1.0
+
+
+@pytest.mark.filterwarnings("ignore::bitwright.errors.UnplannedCallWarning")
+def test_calls_are_known_by_their_place_while_export_captures_too():
+    x = torch.randn(2, 4)
+    quantizer = Quantizer(MasksInAnotherFunction().eval(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    program = torch.export.export(prepared, (x,))
+    assert torch.equal(program.module()(x), prepared(x))
+
+
 def test_simulators_act_only_where_planned():
     """With only matmul configured, the output is the matmul of the quantized operands."""
     spec = QuantizationSpec(dtype="int4")
