@@ -80,6 +80,17 @@ def test_counts_are_those_of_float64(tmp_path):
     assert row.file_error == pytest.approx(float(wrong.max()), rel=0.05)
 
 
+def test_operators_in_place_are_repeated_on_their_own_inputs(tmp_path):
+    """What one changed in the first run must not be the input of the second one, with exact sums."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 48), nn.Hardswish(inplace=True), nn.Linear(48, 16), nn.ReLU(inplace=True)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(64, 16)
+    _, ready = prepared(model, x, W8, BYTES)
+    report = compare_codes(ready, export_onnx(ready, (x,), tmp_path / "model.onnx", integer_kernels=False), (x,))
+    assert report.codes > 64 * (16 + 48 + 16)
+    assert max(report.file_error, report.model_error) < TIE
+
+
 @pytest.mark.parametrize("kind", [Mlp, Deconv, Tied])
 def test_a_wrong_weight_is_seen_where_it_is(kind, tmp_path):
     """Of a file with one code of one weight changed; the layers in front are as they were."""

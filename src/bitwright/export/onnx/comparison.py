@@ -193,10 +193,9 @@ class _Replayed(nn.Module):
                     self._compare(x, call)
                 return call.result.to(x.dtype)
             use = self._use_in_file(x)
-            self._calls.append(
-                _Call(x, use, self._simulator(x) if use is None else self._in_file(use).reshape(x.shape))
-            )
-            return self._calls[-1].result.to(x.dtype)
+            result = self._simulator(x) if use is None else self._in_file(use).reshape(x.shape)
+            self._calls.append(_Call(x.clone(), use, result))
+            return result.to(x.dtype, copy=True)  # operators that work in place may follow
 
     def _use_in_file(self, x: torch.Tensor) -> int | None:
         """Which use of the quantizer in the file this call is; calls with one input are one use there."""
