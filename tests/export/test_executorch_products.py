@@ -150,6 +150,45 @@ def test_matrices_with_other_readers_stay(axis, tmp_path):
     assert sqnr(ready(tokens), found) > 100
 
 
+class ReadTwice(nn.Module):
+    """A product with a matrix that something else reads too."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 256), nn.Linear(256, 16)
+        self.weight, self.other = nn.Parameter(torch.randn(16, 16) / 4), other
+
+    def forward(self, x):
+        x = self.last(torch.relu(self.first(x)))
+        return self.other(torch.tanh(x @ self.weight), self.weight)
+
+
+OTHERS = {
+    "layer": nn.functional.linear,
+    "transposed": lambda x, w: x @ w.t(),
+    "lookup": lambda x, w: x + nn.functional.embedding(torch.tensor([1, 2, 3, 4, 5]), w),
+}
+
+
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("other", OTHERS)
+def test_calibrated_products_with_a_matrix_that_is_read_twice(other, axis, tmp_path, caplog):
+    """At the first try, with all weights in bytes; XNNPACK's runtime refused the product as it was."""
+    torch.manual_seed(0)
+    model, x = ReadTwice(OTHERS[other]).eval(), torch.randn(5, 16)
+    weight = QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
+    config = ModuleQuantizerConfig(
+        op_state_spec={"*": weight, "bias": None}, op_input_spec={"*": STATIC}, op_output_spec={"*": STATIC}
+    )
+    quantizer = Quantizer(model, QuantizerConfig(global_config=config, execution_mode="graph"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 100
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
 class Attention(nn.Module):
     """What attention returns goes through a view, as in GPT-2, into a product."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .activations import DynamicActivation
@@ -34,19 +36,24 @@ def products_as_layers(program: ExportedProgram) -> None:
     """Write products with a constant int8 matrix on the right as linear layers, with its codes transposed.
 
     Linear layers have a row of codes for each output, and a scale for each row, in XNNPACK. A matrix that something
-    else reads too stays.
+    else reads too stays; products of it with calibrated activations, which XNNPACK's partitioner takes and its runtime
+    refuses, get a copy.
 
     Args:
-        program: changed in place.
+        program: changed in place; each reader of a dequantized tensor has a node of its own.
     """
     by_codes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if op_name(node) == DEQUANTIZE_CHANNELS and node.args[0].op == "placeholder" and node.meta["val"].ndim == 2:
             by_codes.setdefault(node.args[0], []).append(node)
     for codes, weights in by_codes.items():
-        alone = len(codes.users) == len(weights)
-        if alone and all(_is_product(user, weight) for weight in weights for user in weight.users):
-            _transpose(program, codes, weights)
+        products = [weight for weight in weights if all(_is_product(user, weight) for user in weight.users)]
+        if len(products) == len(codes.users):
+            _transpose(program, codes, products)
+            continue
+        calibrated = [weight for weight in products if any(op_name(_left(user)) == DEQUANTIZE for user in weight.users)]
+        if calibrated:
+            _transpose(program, _copied(program, calibrated), calibrated)
     program.graph_module.recompile()
 
 
@@ -57,6 +64,26 @@ def _is_product(node: fx.Node, weight: fx.Node) -> bool:
         return False
     bias: Any = node.args[0] if place == 2 else None
     return bias is None or tuple(bias.meta["val"].shape) == (weight.meta["val"].shape[1],)
+
+
+def _left(product: fx.Node) -> Any:
+    """What a product multiplies with the matrix."""
+    return product.args[_WEIGHT_AT[op_name(product).partition(".")[0]] - 1]
+
+
+def _copied(program: ExportedProgram, weights: Sequence[fx.Node]) -> fx.Node:
+    """Let these nodes of one weight read copies of its codes, scales and zero points; returns the codes."""
+    utils = importlib.import_module("executorch.backends.transforms.utils")
+    buffers: Any = weights[0].args[:3]
+    copies: list[fx.Node] = []
+    for buffer in buffers:
+        value = program.state_dict[program.graph_signature.inputs_to_buffers[buffer.name]].clone()
+        options = {"name": f"{buffer.name}_transposed", "kind": InputKind.BUFFER, "persistent_buffer": True}
+        with program.graph.inserting_before(buffer):
+            copies.append(utils.create_constant_placeholder(program, program.graph, data=value, **options))
+    for weight in weights:
+        weight.args = (*copies, *weight.args[3:])
+    return copies[0]
 
 
 def _transpose(program: ExportedProgram, codes: fx.Node, weights: list[fx.Node]) -> None:
@@ -72,10 +99,9 @@ def _transpose(program: ExportedProgram, codes: fx.Node, weights: list[fx.Node])
         weight.args = (*weight.args[:3], 0 if by_output else 1, *weight.args[4:])
         weight.meta["val"] = torch.empty_like(codes.meta["val"], dtype=torch.float32)
         for node in list(weight.users):
-            place = _WEIGHT_AT[op_name(node).partition(".")[0]]
-            bias = node.args[:1] if place == 2 else ()
+            bias = node.args[:1] if op_name(node).startswith("aten::addmm") else ()
             with program.graph.inserting_before(node):
-                layer = call(program.graph, torch.ops.aten.linear.default, node.args[place - 1], weight, *bias)
+                layer = call(program.graph, torch.ops.aten.linear.default, _left(node), weight, *bias)
             node.replace_all_uses_with(layer)
             program.graph.erase_node(node)
             layer._rename(node.name)
