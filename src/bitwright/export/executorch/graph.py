@@ -28,6 +28,8 @@ _MOVES = tuple(
     f"aten::{name}"
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "slice")
 )
+_JOINS = ("aten::cat", "aten::concat", "aten::stack")
+_PADS = ("aten::pad", "aten::constant_pad")
 
 
 def check_convolutions(module: fx.GraphModule) -> None:
@@ -64,8 +66,8 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
     """Dequantize by arithmetic what goes into a layer whose output is not quantized at once, or is only moved.
 
     XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
-    one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales. Nor has it
-    a linear layer whose weight has a scale for each input.
+    one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales, or what is
+    joined has several. Nor has it a linear layer whose weight has a scale for each input.
     """
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
@@ -74,7 +76,7 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
             continue
         layer = op_name(users[0]).startswith(_LAYERS)
         enters_floats = layer and (has_scales_of_inputs(users[0]) or not _is_quantized_at_once(users[0]))
-        if not enters_floats and not _has_two_scales(node, users[0]):
+        if not enters_floats and not _has_two_scales(users[0]):
             continue
         codes, scale, zero_point = node.args[:3]
         with module.graph.inserting_before(node):
@@ -115,10 +117,20 @@ def _is_quantized_at_once(node: fx.Node) -> bool:
     return all(op_name(reader) == _QUANTIZE for reader in readers)
 
 
-def _has_two_scales(dequantize: fx.Node, reader: fx.Node) -> bool:
-    """Whether what an op moves is quantized by other parameters in front of it and behind it."""
-    behind = [user.args[1:3] for user in reader.users if op_name(user) == _QUANTIZE]
-    return op_name(reader).startswith(_MOVES) and any(parameters != dequantize.args[1:3] for parameters in behind)
+def _has_two_scales(reader: fx.Node) -> bool:
+    """Whether what an op moves is quantized by other parameters in front of it and behind it, or by none."""
+    name, behind = op_name(reader), [_parameters(user, _QUANTIZE) for user in reader.users]
+    in_front = {_parameters(node, DEQUANTIZE) for node in reader.all_input_nodes}
+    if name.startswith(_MOVES):
+        behind = [parameters for parameters in behind if parameters is not None]
+    elif not name.startswith((*_JOINS, *_PADS)):
+        return False
+    return len(in_front.union(behind)) > 1
+
+
+def _parameters(node: fx.Node, kind: str) -> Any:
+    """Scale and zero point of a node of this kind; None for others."""
+    return node.args[1:3] if op_name(node) == kind else None
 
 
 def op_name(node: fx.Node) -> str:

@@ -1,0 +1,57 @@
+"""Operators of ExecuTorch programs that move quantized values, which XNNPACK does with one scale only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("executorch.exir")
+
+from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
+
+
+class Moving(nn.Module):
+    """Quantized values that are moved, and a layer behind."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.first, self.last, self.move = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1), move
+
+    def forward(self, x):
+        return self.move(self.first(x), self.last)
+
+
+def rotated(x, last):
+    """As rotary embeddings move the halves of queries and keys."""
+    y = x.transpose(1, 2)
+    return torch.cat((-y[..., 4:], y[..., :4]), -1) * 0.5
+
+
+MOVES = {
+    "rotated": rotated,
+    "joined": lambda x, last: torch.cat((x, last(x), x * 3), 1),
+    "joined with floats": lambda x, last: torch.cat((x, last(x).exp(), torch.ones(2, 1, 8, 8)), 1),
+    "joined for a layer": lambda x, last: last(torch.cat((last(x), x[:, 4:]), 1)),
+    "stacked": lambda x, last: last(torch.stack((last(x), x[:, :4]), 2).flatten(1, 2)),
+    "padded": lambda x, last: F.pad(x, (1, 1, 1, 1)),
+    "padded for a layer": lambda x, last: last(F.pad(x, (1, 1, 1, 1))),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+def test_moves_between_scales(mode, move, tmp_path, caplog):
+    """At the first try, with int8 weights: XNNPACK's runtime would refuse them as int8, whatever else is in the file."""
+    torch.manual_seed(0)
+    model, x = Moving(MOVES[move]).eval(), torch.randn(2, 4, 8, 8)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode=mode))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 45, "more than a code beside a tie"
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
