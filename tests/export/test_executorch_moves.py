@@ -1,4 +1,4 @@
-"""Operators of ExecuTorch programs that move quantized values, which XNNPACK does with one scale only."""
+"""Operators that XNNPACK has for other operands only: moves with one scale, and PReLU with constant float weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
 def test_moves_between_scales(mode, move, tmp_path, caplog):
-    """At the first try, with int8 weights: XNNPACK's runtime would refuse them as int8, whatever else is in the file."""
+    """At the first try, with int8 weights: XNNPACK's runtime would refuse them in int8."""
     torch.manual_seed(0)
     model, x = Moving(MOVES[move]).eval(), torch.randn(2, 4, 8, 8)
     quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode=mode))
@@ -54,4 +54,21 @@ def test_moves_between_scales(mode, move, tmp_path, caplog):
         ready(x)
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
     assert sqnr(ready(x), found) > 45, "more than a code beside a tie"
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+
+
+@pytest.mark.parametrize("parameters", [1, 8])
+@pytest.mark.parametrize("preset", ["w8a8", "w8"])
+def test_prelu_runs_in_xnnpack(preset, parameters, tmp_path, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.PReLU(parameters), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 4, 8, 8)
+    quantizer = Quantizer(model, getattr(QuantizerConfig.presets, preset)(execution_mode="eager"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    (found,) = run_executorch(path, (x,))
+    assert sqnr(ready(x), found) > (45 if preset == "w8a8" else 100)
+    assert b"prelu" not in path.read_bytes()
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]

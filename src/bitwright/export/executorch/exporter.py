@@ -23,6 +23,7 @@ from .graph import (
     dequantize_for_each_reader,
     dequantize_in_floats,
     reshape_behind_attention,
+    spell_out_prelu,
 )
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .runtime import check
@@ -99,6 +100,7 @@ def _program(
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = captured(lower(model, weight, activations).model.eval(), example_inputs)
     check_convolutions(program.graph_module)
+    spell_out_prelu(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)
     dequantize_in_floats(program.graph_module)

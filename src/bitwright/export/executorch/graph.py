@@ -17,6 +17,7 @@ __all__ = [
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
+    "spell_out_prelu",
 ]
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
@@ -85,6 +86,23 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
             value = call(module.graph, aten.mul.Tensor, value, scale)
         node.replace_all_uses_with(value)
         module.graph.erase_node(node)
+    module.recompile()
+
+
+def spell_out_prelu(module: fx.GraphModule) -> None:
+    """Write PReLU as a sum of its two sides, one of which is zero: XNNPACK's own reads constant float weights only."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.prelu.default):
+        x, weight = node.args
+        shape = [-1, *[1] * (x.meta["val"].ndim - 2)] if x.meta["val"].ndim > 1 else [-1]
+        with module.graph.inserting_before(node):
+            above = call(module.graph, aten.relu.default, x)
+            below = call(module.graph, aten.clamp.default, x, None, 0)
+            factor = call(module.graph, aten.view.default, weight, shape)
+            y = call(module.graph, aten.add.Tensor, above, call(module.graph, aten.mul.Tensor, below, factor))
+        node.replace_all_uses_with(y)
+        module.graph.erase_node(node)
+        y._rename(node.name)
     module.recompile()
 
 
