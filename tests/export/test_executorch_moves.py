@@ -31,7 +31,14 @@ def rotated(x, last):
     return torch.cat((-y[..., 4:], y[..., :4]), -1) * 0.5
 
 
+def cast(x, last):
+    """As Gemma casts queries, to the type that they have, before their halves are rotated."""
+    y = (x * 0.5).type_as(x)
+    return last(torch.cat((-y[:, 4:], y[:, :4]), 1) * 0.5 + y)
+
+
 MOVES = {
+    "cast": cast,
     "rotated": rotated,
     "joined": lambda x, last: torch.cat((x, last(x), x * 3), 1),
     "joined with floats": lambda x, last: torch.cat((x, last(x).exp(), torch.ones(2, 1, 8, 8)), 1),

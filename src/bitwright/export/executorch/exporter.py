@@ -22,6 +22,7 @@ from .graph import (
     check_convolutions,
     dequantize_for_each_reader,
     dequantize_in_floats,
+    drop_identities,
     reshape_behind_attention,
     spell_out_prelu,
 )
@@ -101,6 +102,7 @@ def _program(
     program = captured(lower(model, weight, activations).model.eval(), example_inputs)
     check_convolutions(program.graph_module)
     spell_out_prelu(program.graph_module)
+    drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)
     dequantize_in_floats(program.graph_module)

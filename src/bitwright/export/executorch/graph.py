@@ -14,6 +14,7 @@ __all__ = [
     "check_convolutions",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
+    "drop_identities",
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
@@ -29,6 +30,7 @@ _MOVES = tuple(
     f"aten::{name}"
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "slice")
 )
+_CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
 
@@ -46,6 +48,18 @@ def check_convolutions(module: fx.GraphModule) -> None:
             f"ExecuTorch has no kernels for convolutions in three dimensions: {', '.join(solid)}. Its runtime would "
             "refuse the file with error 0x12; export the model without these layers."
         )
+
+
+def drop_identities(module: fx.GraphModule) -> None:
+    """Remove casts to the type that is there already, which would hide how many readers a quantized tensor has."""
+    for node in list(module.graph.nodes):
+        if op_name(node).partition(".")[0] not in _CASTS or any(user.op == "output" for user in node.users):
+            continue  # the program's signature calls outputs by their names
+        before, after = node.args[0].meta["val"], node.meta["val"]
+        if before.dtype == after.dtype and before.stride() == after.stride():
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
 
 
 def dequantize_for_each_reader(module: fx.GraphModule) -> None:
