@@ -24,6 +24,7 @@ from .graph import (
     dequantize_in_floats,
     drop_identities,
     reshape_behind_attention,
+    spell_out_gelu,
     spell_out_prelu,
 )
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
@@ -101,6 +102,7 @@ def _program(
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = captured(lower(model, weight, activations).model.eval(), example_inputs)
     check_convolutions(program.graph_module)
+    spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
