@@ -139,9 +139,14 @@ def _build(placement: Placement) -> FakeQuantizeImplBase:
 
 
 def _is_single_op(module: nn.Module, call: ModuleCall) -> bool:
-    """True for torch's own modules whose forward is one call, so that the module's boundary is the op's."""
+    """True for torch's own modules whose forward is one call, so that the module's boundary is the op's.
+
+    Not for recurrent layers: a pair of states goes in and comes out as a tuple, whose entries the op has one by one.
+    """
     source = getattr(type(module).forward, "__module__", "") or ""
-    return source.startswith("torch.nn.modules") and len(call.ops) == 1 and not call.children
+    if not source.startswith("torch.nn.modules") or len(call.ops) != 1 or call.children:
+        return False
+    return all(argument.item is None for argument in call.ops[0].arguments)
 
 
 def _split_call(call: str) -> tuple[str, int]:
