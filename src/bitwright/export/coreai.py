@@ -22,6 +22,7 @@ __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
 
 _REMOVED = ("aten._assert_", "aten.sym_constrain_range")
 """Operators that coreai-torch takes out before it converts."""
+_UNABLE = "It lacks a kernel for these shapes or types: write the float model with other operators or in float32."
 _LARGE = 4096
 """Float tensors of as many elements are weights, whose values decide nothing in a conversion."""
 
@@ -105,7 +106,27 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     with converting("torch.export"):
         program = program.run_decompositions(coreai_torch.get_decomp_table())
     refuse_missing("coreai-torch", _missing(program))
+    _keep_products_apart(program)
     return program
+
+
+def _keep_products_apart(program: torch.export.ExportedProgram) -> None:
+    """Put a factor of one between products of matrices and views that split their batch of unknown size, in place.
+
+    Core AI joins such a view with the one before the product, in one operand only: the runtime cannot multiply them.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.bmm.default or isinstance(node.meta["val"].shape[0], int):
+            continue
+        views = [user for user in node.users if user.target is torch.ops.aten.view.default]
+        if views:
+            with graph.inserting_after(node):
+                product = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.0))
+            product.meta = dict(node.meta)
+            for view in views:
+                view.replace_input_with(node, product)
+    program.graph_module.recompile()
 
 
 def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
@@ -154,7 +175,7 @@ def run_coreai(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.T
     """
     require("coreai.runtime", "coreai", "Running Core AI models")
     # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
-    with converting("The Core AI runtime"), concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with converting("The Core AI runtime", _UNABLE), concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, _run(Path(path), inputs)).result()
 
 

@@ -1,0 +1,68 @@
+"""Core AI models whose batch may vary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("coreai_torch")
+
+from bitwright.errors import BitwrightError
+from bitwright.export.coreai import export_coreai, run_coreai
+from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
+
+BATCH = ({0: torch.export.Dim.DYNAMIC},)
+
+
+class FoldedHeads(nn.Module):
+    """Attention whose heads stand in the batch, multiplied as a batch of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        q, k, v = (part.view(n, t, 4, 4).transpose(1, 2).reshape(n * 4, t, 4) for part in self.qkv(x).chunk(3, -1))
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v).view(n, 4, t, 4)
+
+
+class Einsum(nn.Module):
+    """Attention as sums of products by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.project(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        return torch.einsum("bhqk,bhsk->bhqs", y, y)
+
+
+@pytest.mark.parametrize("kind", [FoldedHeads, Einsum])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_products_of_folded_batches_run(kind, mode, tmp_path):
+    """Files with a dynamic batch run with other batches, and compute what the prepared model does."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    quantizer = Quantizer(kind().eval(), QuantizerConfig.presets.w4(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": BATCH} if mode == "graph" else {})).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
+    for batch in (1, 2, 3, 4):
+        x = torch.randn(batch, 5, 16)
+        with torch.no_grad():
+            assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
+
+
+def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp_path):
+    """Names of the runtime's kernels do not mean that the model was finalized."""
+
+    def refuse(coroutine):
+        coroutine.close()
+        raise RuntimeError('KernelError(kernelName: "coreai.batch_matmul")')
+
+    monkeypatch.setattr("asyncio.run", refuse)
+    with pytest.raises(BitwrightError, match=r"coreai\.batch_matmul.*write the float model with other operators"):
+        run_coreai(tmp_path, ())
