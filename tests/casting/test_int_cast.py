@@ -121,6 +121,30 @@ def test_valid_indices_bound_what_they_are_made_of() -> None:
     assert run(program, i, j)[1].tolist() == [26, 9801]
 
 
+@pytest.mark.parametrize("move", ["gather", "index_select", "scatter", "take_along_dim", "index"])
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_values_are_moved_in_int16_by_indices_that_stay_as_they_are(move: str, decomposed: bool) -> None:
+    class Moved(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            c, row = a * b, i[0]
+            if move == "gather":
+                return torch.gather(c, 1, i) + a
+            if move == "index_select":
+                return torch.index_select(c, 1, row) + a
+            if move == "scatter":
+                return torch.scatter(c, 1, i, a) + a
+            return (torch.take_along_dim(c, i, 1) if move == "take_along_dim" else c[:, row]) + a
+
+    a, b, i = torch.tensor([[7, -3, 9]]), torch.tensor([[100, 50, -90]]), torch.tensor([[2, 0, 1]])
+    program = export(Moved(), a, b, i)
+    if decomposed:
+        program = program.run_decompositions()
+    expected = Moved()(a, b, i)
+    cast_int32_to_int16(program, value_ranges={"a": (-10, 10), "b": (-100, 100), "i": (0, 2)})
+    assert torch.int16 in node_dtypes(program)
+    assert torch.equal(run(program, a.short(), b.short(), i)[0], expected)
+
+
 def test_dynamic_sizes_bound_positions() -> None:
     """arange up to a dimension of at most 1000 fits; without the maximum it does not."""
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ._cleanup import cleanup_casts, dtype_of
 from ._float_pass import sync_metadata_assertion
-from ._index_ops import build_unsafe_to_cast_nodes
+from ._index_ops import build_unsafe_to_cast_nodes, index_nodes
 from ._intervals import Interval, dtype_interval
 from ._operators import called_graphs, op_name
 from ._program import finish, user_inputs
@@ -89,9 +89,11 @@ def _rewrite(
 
 
 def _narrow(node: Node, retyper: Retyper, inference: DtypeInference) -> None:
+    indices = index_nodes(node)
+
     def wanted(source: Node) -> torch.dtype | None:
         dtype = retyper.original(source)
-        return torch.int16 if dtype in _WIDE_INTEGERS else dtype
+        return torch.int16 if dtype in _WIDE_INTEGERS and source not in indices else dtype
 
     retyper.feed(node, wanted)
     dtypes = inference(node, node.args, node.kwargs)
