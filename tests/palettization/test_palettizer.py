@@ -340,6 +340,9 @@ def test_the_plan_says_what_will_be_stored():
     )
     row = next(iter(KMeansPalettizer(model, config_of(spec)).plan(image())))
     assert row.compressed_bytes == 32 * 27 * 3 // 8 + 4 * 8 + (4 + 32) * 4
+    asymmetric = spec.model_copy(update={"lut_qspec": QuantizationSpec(dtype="uint8", qscheme="asymmetric")})
+    other = next(iter(KMeansPalettizer(model, config_of(asymmetric)).plan(image())))
+    assert other.compressed_bytes == row.compressed_bytes + 4  # a zero point for each table
     assert row.spec.describe() == "3 bit palette per_grouped_channel(0, 8) channel scale int8 entries"
 
 

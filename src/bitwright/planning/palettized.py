@@ -13,6 +13,7 @@ from bitwright.program import Op
 
 from .ops import PALETTIZER_OPS
 from .plan import Problem, Severity
+from .quantized import table_bytes
 from .stacking import kinds_on, stored_bytes
 from .weight_only import WeightRequest, WeightResolution, WeightTechnique
 
@@ -97,15 +98,12 @@ def _group_shape(layout: VectorLayout) -> tuple[int, ...]:
 
 
 def _packed_bytes(spec: PalettizationSpec, layout: VectorLayout, request: WeightRequest) -> int:
-    itemsize = request.state.tensor.element_size()
-    entries = layout.groups * (1 << spec.n_bits) * spec.cluster_dim
-    entry_bits = 8 * itemsize if spec.lut_qspec is None else spec.lut_qspec.n_bits
-    scales = layout.groups if spec.lut_qspec is not None else 0
+    dtype, entries = request.state.tensor.dtype, (1 << spec.n_bits) * spec.cluster_dim
+    tables = table_bytes(spec.lut_qspec, layout.groups, entries, dtype)
     if spec.enable_per_channel_scale:
         axis = 0 if request.axes is None else min(request.axes.channel, len(layout.shape) - 1)
-        scales += layout.shape[axis]
+        tables += layout.shape[axis] * dtype.itemsize
     masks = [s for s in request.stack if getattr(s, "compression_type", None) is CompressionType.PRUNING]
     sparsity = float(getattr(masks[-1], "sparsity", 0.0)) if masks else None
     numel = request.state.tensor.numel()
-    tables = -(-entries * entry_bits // 8) + scales * itemsize
     return stored_bytes(numel, spec.n_bits / spec.cluster_dim, sparsity, tables)

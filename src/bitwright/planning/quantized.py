@@ -22,7 +22,7 @@ from bitwright.quantization.spec.errors import _BlockSizeMismatchError
 from .ops import AxisConflictError, default_weight_axes, is_elementwise, is_elementwise_gain
 from .plan import Problem, Severity
 
-__all__ = ["Resolution", "quantized_bytes", "resolve_activation", "resolve_weight"]
+__all__ = ["Resolution", "quantized_bytes", "resolve_activation", "resolve_weight", "table_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,20 @@ def quantized_bytes(
     float_bytes = 4 if None not in spec.float_range else min(dtype.itemsize, 4)
     scales = blocks * (1 if spec.scale_dtype is not None else float_bytes)
     return codes + scales + _offset_bytes(spec, blocks, float_bytes)
+
+
+def table_bytes(spec: QuantizationSpec | None, tables: int, entries: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a palette's look-up tables in the packed artifact.
+
+    Args:
+        spec: how the entries are quantized, with one scale for each table; None for entries in ``dtype``.
+        tables: number of tables.
+        entries: numbers in one of them.
+        dtype: of the weight.
+    """
+    if spec is None:
+        return tables * entries * dtype.itemsize
+    return quantized_bytes(spec, (tables, entries), (1, entries), dtype)
 
 
 def _offset_bytes(spec: QuantizationSpec, blocks: int, float_bytes: int) -> int:

@@ -12,6 +12,7 @@ from bitwright._utils.derived_tensor import DerivedTensor
 from bitwright.palettization.spec import PalettizationGranularity, PerGroupedChannelGranularity
 from bitwright.palettization.spec._vector_layout import VectorLayout
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
+from bitwright.planning.quantized import table_bytes
 from bitwright.quantization.spec import FakeQuantizeImplBase, QuantizationSpec
 
 from ._lut_quantizer import build_lut_quantizer, frozen_qparams, is_observed, observe_and_quantize, quantize_frozen
@@ -155,11 +156,10 @@ class PaletteState(_FakePalettizeImplBase):
         """Bytes of palettes and scales in the packed artifact."""
         if self.centroids is None:
             return 0
-        itemsize = self.centroids.element_size()
-        entry_bits = 8 * itemsize if self.lut_qspec is None else self.lut_qspec.n_bits
-        scales = 0 if self.lut_qspec is None else self.centroids.shape[0]
-        scales += 0 if self.per_channel_scale is None else self.per_channel_scale.numel()
-        return -(-self.centroids.numel() * entry_bits // 8) + scales * itemsize
+        entries = self.centroids[0].numel()
+        tables = table_bytes(self.lut_qspec, len(self.centroids), entries, self.centroids.dtype)
+        scales = 0 if self.per_channel_scale is None else self.per_channel_scale.nbytes
+        return tables + scales
 
     def quantize_lut(self, lut: torch.Tensor) -> torch.Tensor:
         """Return palettes ``[P, K, ...]`` as they decode after quantization, and take their scales over.
