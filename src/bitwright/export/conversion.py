@@ -16,12 +16,12 @@ from torch import fx, nn
 from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
+from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightError
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.unlift import reserved_state
-from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
@@ -205,7 +205,7 @@ def is_prepared_graph(model: nn.Module) -> bool:
     if not isinstance(model, fx.GraphModule):
         return False
     called = (node.target for node in model.graph.nodes if node.op == "call_module")
-    in_graph = any(isinstance(model.get_submodule(str(name)), FakeQuantizeImplBase) for name in called)
+    in_graph = any(isinstance(model.get_submodule(str(name)), CompressionSimulatorBase) for name in called)
     return in_graph or not simulators_in(model)
 
 

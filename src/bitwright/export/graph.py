@@ -22,6 +22,7 @@ from bitwright.quantization._export_utils import (
 from bitwright.quantization.config import ExecutionMode
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from .graph_values import parameter_names, read_dense
 from .mapped import MappedFiles
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "clean_up",
     "compressed",
     "finalize_graph",
-    "parameter_names",
 ]
 
 
@@ -40,14 +40,6 @@ class UnsupportedActivationError(ValueError, RuntimeError):
 
 class UnsupportedWeightError(ValueError, RuntimeError):
     """The target cannot hold a weight."""
-
-
-def parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """Return all names of every parameter, by its id."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    return names_of
 
 
 def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_dir: str | None = None) -> fx.GraphModule:
@@ -106,7 +98,7 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
     for node, simulator in found.activations:
         _check_coreai_activation(node, simulator)
     files = None if mmap_dir is None else MappedFiles(mmap_dir, module)
-    buffers = []
+    buffers: list[DenseTensor | dict[str, Any]] = []
     names_of, read = parameter_names(module), [_parameter(module, weight.target) for weight in found.weights]
     taken: dict[str, int] = {}
     try:
@@ -116,18 +108,20 @@ def _finalize_coreai(module: fx.GraphModule, found: GraphSimulators, mmap_dir: s
             if problem is not None:
                 raise UnsupportedWeightError(f"Weight {weight.target!r} cannot be exported to Core AI: {problem}.")
             base = _unused(weight.target.replace(".", "_"), taken)
-            dense = isinstance(tensor, DenseTensor) and not tensor.is_sparse
-            buffers.append(None if dense else weight_operands(tensor, base, files, stacked=len(weight.simulators) > 1))
+            if isinstance(tensor, DenseTensor) and not tensor.is_sparse:
+                buffers.append(tensor)
+            else:
+                buffers.append(weight_operands(tensor, base, files, stacked=len(weight.simulators) > 1))
     except BaseException:
         if files is not None:
             files.discard()
         raise
-    for weight, operands in zip(found.weights, buffers, strict=True):
+    for weight, parameter, operands in zip(found.weights, read, buffers, strict=True):
+        if isinstance(operands, DenseTensor):
+            read_dense(module, weight, operands, names_of.get(id(parameter), []))
+            continue
         for node in weight.nodes:
-            if operands is None:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            else:
-                emit_weight(module, node, operands)
+            emit_weight(module, node, operands)
     for parameter in read:  # what is read through a module of ops is gone under one of its names only
         for name in names_of.get(id(parameter), []):
             if _parameter(module, name) is parameter:

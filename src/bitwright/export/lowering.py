@@ -17,7 +17,7 @@ from torch import fx, nn
 from bitwright._utils.kept_layouts import keep_layout, mark_activation
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
-from bitwright.artifact.graph_sites import GraphSimulators
+from bitwright.artifact.graph_sites import GraphSimulators, state_of
 from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -25,6 +25,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .conversion import is_prepared_graph
 from .eager import replace_modules
 from .graph import clean_up, compressed
+from .graph_values import parameter_names, read_dense
 
 __all__ = ["LoweredModel", "lower", "shared_copy"]
 
@@ -103,18 +104,17 @@ def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation
     twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
     lowered = LoweredModel(twin)
     found = GraphSimulators.of(twin)
+    names_of = parameter_names(twin)
     for number, weight in enumerate(found.weights):
         tensor = compressed(twin, weight)
+        if isinstance(tensor, DenseTensor) and not tensor.is_sparse:
+            read_dense(twin, weight, tensor, names_of.get(id(state_of(twin, weight.target)), []))
+            continue
         name = weight.target if weight.target not in lowered.weights else f"{weight.target}_{number}"
-        dense = isinstance(tensor, DenseTensor)
-        if not dense:
-            lowered.weights[name] = tensor
-            twin.add_module(f"bitwright_weight_{number}", make_weight(name, tensor))
+        lowered.weights[name] = tensor
+        twin.add_module(f"bitwright_weight_{number}", make_weight(name, tensor))
         for node in weight.nodes:
-            if dense:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            else:
-                _call_instead(twin, node, f"bitwright_weight_{number}")
+            _call_instead(twin, node, f"bitwright_weight_{number}")
     for node, simulator in found.activations:
         stand_in = _activation_stand_in(node.name, simulator, make_activation)
         if stand_in is not None:
