@@ -153,6 +153,22 @@ def test_core_ml_palettes(spec, tmp_path):
         assert sqnr(layer.weight, same) > 55
 
 
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("sparsity", [0.02, 0.75])
+def test_core_ml_palettes_below_masks(scheme, sparsity, tmp_path):
+    """coremltools has no mask over quantized tables; their values are written as they are."""
+    pytest.importorskip("coremltools")
+    from bitwright.export.coreml_package import compressed_constants, export_coreml
+
+    model, x = built(Mlp)
+    _, sparse = pruned(model, x, sparsity)
+    _, ready = palettized(sparse, x, n_bits=4, lut_qspec=QuantizationSpec(dtype="uint8", qscheme=scheme))
+    decoded = [c for _, c in compressed_constants(export_coreml(ready, (x,), tmp_path / "m.mlpackage"))]
+    for layer in (ready.up, ready.down):
+        (same,) = [c.float() for c in decoded if c.shape == layer.weight.shape]
+        assert sqnr(layer.weight, same) > 55
+
+
 @pytest.mark.parametrize("name", ["onnx", "coreai"])
 def test_dynamic_shapes_are_kept(name, tmp_path):
     """One file for batches of any size, in the runtime too."""

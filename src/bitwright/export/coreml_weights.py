@@ -107,7 +107,7 @@ def _metadata(tensor: CompressedTensor[Any]) -> dict[str, torch.Tensor]:
         kinds.append(CompressionType.PALETTIZATION)
         lut = tensor.lut
         values["lut"] = _with_allowed_size(lut.decode())
-        if isinstance(lut, QuantizedTensor):
+        if isinstance(lut, QuantizedTensor) and not tensor.is_sparse:  # below a mask, coremltools takes plain tables
             kinds.append(CompressionType.QUANTIZATION)
             values |= _quantization(lut)
         factors = tensor.channel_scale()
