@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from bitwright.errors import BitwrightError
 from bitwright.export.targets import TARGETS
@@ -114,14 +115,17 @@ def test_writers_take_finalized_models_too(kind, backend, tmp_path):
         assert sqnr(expected, target.run(path, [x])[0]) > 60
 
 
-@pytest.mark.parametrize("name", ["onnx", "executorch", pytest.param("coreml", marks=pytest.mark.slow)])
-def test_models_finalized_for_core_ai_are_not_written_for_others(name, tmp_path):
-    """The message says why, and which model to take."""
-    pytest.importorskip("coreai_torch")
-    target = TARGETS[name]
-    if target.missing() is not None:
-        pytest.skip(target.missing())
-    compressor, _, x = _compressor("quantizer")
-    final = compressor.finalize(backend="coreai")
-    with pytest.raises(BitwrightError, match=r"finalized for Core AI.*finalize\(copy\.deepcopy\(prepared\)"):
-        target.write(final, (x,), tmp_path / f"model{target.suffix}", {}, None)
+@pytest.mark.parametrize("backend", ["coreai", "coreml"])
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_models_finalized_for_one_target_are_not_written_for_others(kind, mode, backend, tmp_path):
+    """The message says why, and which model to take; artifacts and checkpoints would hold the target's own tensors."""
+    if TARGETS[backend].missing() is not None:
+        pytest.skip(TARGETS[backend].missing())
+    compressor, _, x = _compressor(kind, mode)
+    whole = nn.Sequential(compressor.finalize(backend=backend))
+    title = {"coreai": "Core AI", "coreml": "Core ML"}[backend]
+    for name, target in TARGETS.items():
+        if name != backend and target.missing() is None:
+            with pytest.raises(BitwrightError, match=f"finalized for {title}.*prepared"):
+                target.write(whole, (x,), tmp_path / f"model{target.suffix}", {}, None)
+            assert not any(tmp_path.iterdir()), name

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.kept_layouts import finalized_for, finalized_words
+
 from .activations import QuantizedActivation
 from .compress import compress_tensor
 from .errors import ArtifactError
@@ -75,8 +77,11 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
 
         Raises:
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
-                not calibrated. The message names it.
+                not calibrated. The message names it. Or the model was finalized for a backend.
         """
+        target = finalized_for(model)
+        if target is not None:
+            raise ArtifactError(f"{finalized_words(target)} Make the artifact of the prepared model.")
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges = graph_tensors(model)
             return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))

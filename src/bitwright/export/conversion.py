@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.kept_layouts import finalized_for, finalized_words
 from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
@@ -25,7 +26,7 @@ from bitwright.program.unlift import reserved_state
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
-    "refuse_missing",
+    "refuse_finalized", "refuse_missing",
 ]  # fmt: skip
 
 OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
@@ -34,10 +35,10 @@ OTHER_OPERATOR = "The float model has it: write it with other operators there, o
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOST = re.compile(r"target (\S+) references nonexistent attribute")
 _FINALIZED = re.compile(r"\bcoreai(\.|::)\w+")
-_FINALIZED_REMEDY = (
-    "It was finalized for Core AI, whose operators no other target has. Give the exporter the prepared model; "
-    "for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
+_PREPARED_REMEDY = (
+    "Give the exporter the prepared model; for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
 )
+_FINALIZED_REMEDY = f"It was finalized for Core AI, whose operators no other target has. {_PREPARED_REMEDY}"
 _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
@@ -104,6 +105,21 @@ def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None
         problems.append(Problem("target", places[0], message, Severity.ERROR))
     if problems:
         raise ConversionError("\n".join(problem.message for problem in problems), tuple(problems))
+
+
+def refuse_finalized(model: nn.Module, backend: ExportBackend | None = None) -> None:
+    """Refuse a model in a target's own form, whose weights and activations no other target could tell.
+
+    Args:
+        model: what is to be written.
+        backend: the one whose form is wanted; None for none.
+
+    Raises:
+        ConversionError: the model, or a part of it, was finalized for another backend.
+    """
+    target = finalized_for(model)
+    if target is not None and (backend is None or target != backend.value):
+        raise ConversionError(f"{finalized_words(target)} {_PREPARED_REMEDY}")
 
 
 def module_path(node: Any) -> str:
@@ -217,7 +233,9 @@ def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
         NotImplementedError: activations whose parameters are computed at run time.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
         MissingExtraError: the backend's library is not installed.
+        ConversionError: the model was finalized for another backend.
     """
+    refuse_finalized(model, backend)
     if not is_prepared_graph(model):
         from .eager import finalize_eager
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bitwright._utils.kept_layouts import keep_layout, mark_activation
+from bitwright._utils.kept_layouts import keep_layout, mark_activation, mark_finalized
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
@@ -61,6 +61,7 @@ def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str
 
         finalize_eager_coreml(model)
     _BaseModelCompressor._unmark_model(model)
+    mark_finalized(model, backend.value)
     return model
 
 

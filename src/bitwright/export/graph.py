@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bitwright._utils.kept_layouts import keep_layout
+from bitwright._utils.kept_layouts import keep_layout, mark_finalized
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.graph_sites import GraphSimulators, GraphWeight, state_of
@@ -80,6 +80,7 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
 
         finalize_graph_coreml(module, found)
     clean_up(module)
+    mark_finalized(module, backend.value)
     return module
 
 
