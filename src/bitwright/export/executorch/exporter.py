@@ -24,6 +24,7 @@ from .graph import (
     dequantize_in_floats,
     drop_identities,
     reshape_behind_attention,
+    spell_out_batch_norms,
     spell_out_gelu,
     spell_out_prelu,
 )
@@ -104,6 +105,7 @@ def _program(
     check_convolutions(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
+    spell_out_batch_norms(program)
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 __all__ = [
     "DEQUANTIZE",
     "DEQUANTIZE_CHANNELS",
     "call",
     "check_convolutions",
+    "constant",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
     "drop_identities",
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
+    "spell_out_batch_norms",
     "spell_out_gelu",
     "spell_out_prelu",
 ]
@@ -141,6 +147,33 @@ def spell_out_prelu(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def spell_out_batch_norms(program: ExportedProgram) -> None:
+    """Write batch norms that follow no layer as a product and a sum.
+
+    XNNPACK makes them layers with float weights, which it refuses behind codes where there is one dimension behind the
+    channels, and computes wrong where the batch norm has no weight.
+    """
+    aten, state = torch.ops.aten, program.state_dict
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in program.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
+        x, weight, bias, mean, variance, training = node.args[:6]
+        if training or op_name(x).startswith(_LAYERS):
+            continue
+        read = [None if one is None else state[names[one.name]].double() for one in (weight, bias, mean, variance)]
+        factor = (read[3] + node.args[7]).rsqrt() * (1.0 if read[0] is None else read[0])
+        shift = (0.0 if read[1] is None else read[1]) - read[2] * factor
+        shape = (-1, *[1] * (x.meta["val"].ndim - 2))
+        with program.graph.inserting_before(node):
+            y = x
+            for op, value in ((aten.mul.Tensor, factor), (aten.add.Tensor, shift)):
+                y = call(program.graph, op, y, constant(program, mean, value.float().view(shape)))
+        node.replace_all_uses_with(y)
+        program.graph.erase_node(node)
+        y._rename(node.name)
+    program.graph_module.recompile()
+
+
 def reshape_behind_attention(module: fx.GraphModule) -> None:
     """Let views copy where they must: attention becomes products, whose result lies in another order than its own."""
     aten = torch.ops.aten
@@ -184,6 +217,17 @@ def _has_two_scales(reader: fx.Node) -> bool:
 def _parameters(node: fx.Node, kind: str) -> Any:
     """Scale and zero point of a node of this kind; None for others."""
     return node.args[1:3] if op_name(node) == kind else None
+
+
+def constant(program: ExportedProgram, place: fx.Node, value: torch.Tensor) -> fx.Node:
+    """Insert a buffer of a program in front of another one, named after it."""
+    utils = importlib.import_module("executorch.backends.transforms.utils")
+    taken = {node.name for node in program.graph.nodes}
+    name = next(name for number in count(1) if (name := f"{place.name}_{number}") not in taken)
+    options = {"name": name, "kind": InputKind.BUFFER, "persistent_buffer": True}
+    with program.graph.inserting_before(place):
+        node: fx.Node = utils.create_constant_placeholder(program, program.graph, data=value, **options)
+    return node
 
 
 def op_name(node: fx.Node) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .activations import DynamicActivation
-from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, has_scales_of_inputs, op_name
+from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, constant, has_scales_of_inputs, op_name
 
 __all__ = ["lower_dynamic_activations", "multiply_by_codes", "products_as_layers"]
 
@@ -73,14 +71,9 @@ def _left(product: fx.Node) -> Any:
 
 def _copied(program: ExportedProgram, weights: Sequence[fx.Node]) -> fx.Node:
     """Let these nodes of one weight read copies of its codes, scales and zero points; returns the codes."""
-    utils = importlib.import_module("executorch.backends.transforms.utils")
     buffers: Any = weights[0].args[:3]
-    copies: list[fx.Node] = []
-    for buffer in buffers:
-        value = program.state_dict[program.graph_signature.inputs_to_buffers[buffer.name]].clone()
-        options = {"name": f"{buffer.name}_transposed", "kind": InputKind.BUFFER, "persistent_buffer": True}
-        with program.graph.inserting_before(buffer):
-            copies.append(utils.create_constant_placeholder(program, program.graph, data=value, **options))
+    names = program.graph_signature.inputs_to_buffers
+    copies = [constant(program, buffer, program.state_dict[names[buffer.name]].clone()) for buffer in buffers]
     for weight in weights:
         weight.args = (*copies, *weight.args[3:])
     return copies[0]
