@@ -120,6 +120,7 @@ def test_batch_norms_behind_codes(norm, affine, tmp_path, caplog):
     for module in (model.norm, model.behind):
         module.running_mean.normal_(0, 0.1)
         module.running_var.uniform_(0.5, 1.5)
+    model.behind.register_buffer("running_mean", model.behind.running_mean, persistent=False)
     quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
     ready = quantizer.prepare((x,))
     with quantizer.calibration_mode(), torch.no_grad():

@@ -153,21 +153,23 @@ def spell_out_batch_norms(program: ExportedProgram) -> None:
     XNNPACK makes them layers with float weights, which it refuses behind codes where there is one dimension behind the
     channels, and computes wrong where the batch norm has no weight.
     """
-    aten, state = torch.ops.aten, program.state_dict
-    signature = program.graph_signature
+    aten, signature = torch.ops.aten, program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    state = {**program.constants, **program.state_dict}  # buffers that are not persistent are constants
     for node in program.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
-        x, weight, bias, mean, variance, training = node.args[:6]
-        if training or op_name(x).startswith(_LAYERS):
+        x, *read, training = node.args[:6]
+        values = [state.get(names.get(getattr(one, "name", ""), "")) for one in read]
+        weight, bias, mean, variance = (None if value is None else value.double() for value in values)
+        known = all(value is not None or one is None for one, value in zip(read, values, strict=True))
+        if training or not known or mean is None or variance is None or op_name(x).startswith(_LAYERS):
             continue
-        read = [None if one is None else state[names[one.name]].double() for one in (weight, bias, mean, variance)]
-        factor = (read[3] + node.args[7]).rsqrt() * (1.0 if read[0] is None else read[0])
-        shift = (0.0 if read[1] is None else read[1]) - read[2] * factor
+        factor = (variance + node.args[7]).rsqrt() * (1.0 if weight is None else weight)
+        shift = (0.0 if bias is None else bias) - mean * factor
         shape = (-1, *[1] * (x.meta["val"].ndim - 2))
         with program.graph.inserting_before(node):
             y = x
             for op, value in ((aten.mul.Tensor, factor), (aten.add.Tensor, shift)):
-                y = call(program.graph, op, y, constant(program, mean, value.float().view(shape)))
+                y = call(program.graph, op, y, constant(program, read[2], value.float().view(shape)))
         node.replace_all_uses_with(y)
         program.graph.erase_node(node)
         y._rename(node.name)
