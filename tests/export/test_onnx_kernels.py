@@ -113,6 +113,32 @@ def test_layers_with_one_weight_keep_their_own_biases_and_strides(mode, tmp_path
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB
 
 
+class Branches(nn.Module):
+    """One quantized tensor that several convolutions read, wide ones, and small ones that stay in floating point."""
+
+    def __init__(self, width, groups):
+        super().__init__()
+        self.stem = nn.Conv2d(8, width, 3)
+        self.left, self.right = (nn.Conv2d(width, width, 1, groups=groups) for _ in range(2))
+        self.wide = nn.Conv2d(width, 64, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return torch.relu(self.left(x)), self.right(x), self.wide(x)
+
+
+@pytest.mark.parametrize("kernels", [True, "exact", "fused", False])
+@pytest.mark.parametrize(("width", "groups"), [(16, 1), (48, 4), (64, 1)])
+def test_one_tensor_for_several_kernels(width, groups, kernels, tmp_path):
+    """The file is valid, whichever of its readers are integer products."""
+    torch.manual_seed(0)
+    model, x = Branches(width, groups).eval(), torch.randn(2, 8, 6, 6)
+    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    found = run_onnx(_exported(ready, x, tmp_path, integer_kernels=kernels), (x,))
+    for expected, result in zip(ready(x), found, strict=True):
+        assert sqnr(expected, result) > (ENOUGH_DB if kernels in ("exact", False) else 40)
+
+
 def test_layers_stay_whole_for_other_readers(tmp_path):
     """With signed activations, and on request, convolutions and their biases are left as they are."""
     torch.manual_seed(0)

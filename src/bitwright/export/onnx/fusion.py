@@ -64,15 +64,18 @@ def quantized_by(value: Any) -> Any:
 
 
 def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
-    """Let some uses of a node's output read it through a maximum of one input."""
+    """Let some uses of a node's output read it through a maximum of one input, which is one node for all of them."""
     if not uses:
         return
-    ir = require("onnx_ir", "onnx", "Export to ONNX")
-    output = node.outputs[0]
-    barrier = ir.node("Max", [output], name=f"{node.name}_apart")
+    output, name = node.outputs[0], f"{node.name}_apart"
+    barrier = next((use.node for use in output.uses() if use.node.name == name), None)
+    if barrier is None:
+        ir = require("onnx_ir", "onnx", "Export to ONNX")
+        barrier = ir.node("Max", [output], name=name)
+        value = barrier.outputs[0]
+        value.name, value.shape, value.type = f"{name}_output", output.shape, output.type
+        graph.insert_after(node, barrier)
     value = barrier.outputs[0]
-    value.name, value.shape, value.type = f"{node.name}_apart_output", output.shape, output.type
-    graph.insert_after(node, barrier)
     for use in uses:
         use.node.replace_input_with(use.idx, value)
 
