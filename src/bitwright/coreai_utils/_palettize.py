@@ -92,7 +92,7 @@ def palettize_weights(
         ValueError: arguments out of range, or that do not go together.
 
     Warns:
-        ConfigMatchWarning: weights that were left as they are, and why.
+        ConfigMatchWarning: weights that were left as they are, and why; or there is none.
     """
     lut_dtype = optional_dtype(lut_dtype, _LUT_DTYPES, "lut_dtype")
     bits(n_bits, N_BITS, "n_bits")

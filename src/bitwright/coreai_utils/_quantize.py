@@ -58,7 +58,7 @@ def quantize_weights(
         ValueError: arguments that do not go together, as said above.
 
     Warns:
-        ConfigMatchWarning: weights that were left as they are, and why.
+        ConfigMatchWarning: weights that were left as they are, and why; or there is none.
     """
     dtype = member(DType, dtype, "dtype")
     qscheme = member(QScheme, qscheme, "qscheme")

@@ -53,7 +53,7 @@ def sparsify_weights(
         ValueError: a sparsity outside 0..1, or arguments that do not go together.
 
     Warns:
-        ConfigMatchWarning: weights that were left as they are, and why.
+        ConfigMatchWarning: weights that were left as they are, and why; or there is none.
     """
     _check_pattern(target_sparsity, block_size, n_m_ratio)
     quantize_dtype = optional_dtype(quantize_dtype, _VALUE_DTYPES, "quantize_dtype")

@@ -60,7 +60,7 @@ def compress_weights(program: Any, threshold: int, compress: Callable[[Weight], 
     """Replace every weight with more than ``threshold`` elements by what ``compress`` makes of it.
 
     One weight at a time, so that a large program needs the memory of its largest weight only. Weights that the request
-    does not fit are left as they are; one warning names them all.
+    does not fit are left as they are; one warning names them all. Another says that there was none.
     """
     replaced = 0
     skipped: list[str] = []
@@ -75,6 +75,14 @@ def compress_weights(program: Any, threshold: int, compress: Callable[[Weight], 
         except Skipped as reason:
             skipped.append(f"{constant}: {reason}")
     verify(program)
+    if not replaced and not skipped:
+        warnings.warn(
+            f"Nothing was compressed: the program has no float constant of more than {threshold} elements that only "
+            "matrix products, convolutions, gathers and transposes read. What an earlier pass compressed stays as it "
+            "is; for a mask with codes or a palette, use quantize_dtype or palettize_nbits of sparsify_weights.",
+            ConfigMatchWarning,
+            stacklevel=3,
+        )
     if skipped:
         warnings.warn(
             f"{len(skipped)} of {len(skipped) + replaced} weights were left as they are. " + "; ".join(skipped),
