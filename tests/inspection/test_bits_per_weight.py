@@ -147,6 +147,21 @@ def test_activations_do_not_count(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("backend", ["coreml", "coreai"])
+def test_activations_do_not_count_without_weights(mode: str, backend: str) -> None:
+    """No weight is compressed: the parameters of activations that finalizing leaves are none either."""
+    if backend == "coreai":
+        pytest.importorskip("coreai_torch")
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_state_spec=None), execution_mode=mode)
+    quantizer = Quantizer(make(), config)
+    prepared = quantizer.prepare(INPUTS)
+    with quantizer.calibration_mode():
+        prepared(*INPUTS)
+    before = bits_per_weight(prepared).total_bits
+    assert bits_per_weight(quantizer.finalize(backend=backend)).total_bits == before
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_packed_copies_count_what_they_hold(mode: str) -> None:
     """Packed weights once, and nothing of what stands for the activations' simulators."""
     quantizer = Quantizer(make(), QuantizerConfig.presets.w8a8(execution_mode=mode))

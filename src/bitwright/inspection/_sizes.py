@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from bitwright._utils.kept_layouts import kept_layouts, stands_for_activation
+from bitwright._utils.kept_layouts import finalized_for, kept_layouts, stands_for_activation
 from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compress_tensor
 from bitwright.artifact.from_graph import folded
 from bitwright.artifact.graph_sites import GraphSimulators, state_of
@@ -69,7 +69,7 @@ def stored_sizes(model: nn.Module, strict: bool = True, *, carried: bool = False
     """
     model = folded(model)
     found: dict[str, StoredSize] = {}
-    hidden: set[str] = set()
+    hidden = _activation_parameters(model)
     for name, layout in _layouts(model, strict):
         found[name] = StoredSize(name, layout.numel, layout.nbits, layout.nbytes, True)
     for path, attribute, _ in kept_layouts(model):
@@ -150,13 +150,19 @@ def _is_compressed(stack: parametrize.ParametrizationList) -> bool:
 
 
 def _replaced_names(model: nn.Module, path: str, attribute: str) -> set[str]:
-    """Names of what stands for a finalized weight, and of what finalizing a graph added to the root."""
+    """Names of what stands for a finalized weight."""
     names = {_join(path, attribute)}
     if isinstance(model, fx.GraphModule):
         base = attribute.replace(".", "_")
         names |= {base + suffix for suffix in _GRAPH_SUFFIXES}
-        names |= {name for name in model._buffers if name.startswith("activation_post_process_")}
     return names
+
+
+def _activation_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters of activations that finalizing a graph left at its root."""
+    if not isinstance(model, fx.GraphModule) or finalized_for(model) is None:
+        return set()
+    return {name for name in model._buffers if name.startswith("activation_post_process_")}
 
 
 def _join(path: str, name: str) -> str:
