@@ -19,7 +19,7 @@ import onnx
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.export.onnx.nbits import nbits_operands
 from bitwright.export.onnx.runtime import open_session
-from bitwright.quantization import QuantizationSpec
+from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 from tests.artifact.strategies import weight_specs
 from tests.measures import sqnr
@@ -196,6 +196,37 @@ def test_matmul_nbits(dtype, scheme, rank, tmp_path):
     assert not {"MatMul", "Gemm", "DequantizeLinear"} & set(kinds)
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > 100
     assert path.stat().st_size < 0.35 * sum(p.nbytes for p in model.parameters()) + 4000
+
+
+class Returning(nn.Module):
+    """A layer and its weight."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs, self.layer = outputs, nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.outputs(x, self.layer)
+
+
+RETURNED = {
+    "beside a layer": lambda x, layer: (layer(x), layer.weight),
+    "beside a product": lambda x, layer: (x @ layer.weight.t(), layer.weight),
+    "transposed": lambda x, layer: (x @ layer.weight.t(), layer.weight.t()),
+}
+
+
+@pytest.mark.parametrize("int4", ["qdq", "matmul_nbits"])
+@pytest.mark.parametrize("outputs", RETURNED)
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_weights_that_are_outputs(mode, outputs, int4, tmp_path):
+    """They stay in the file beside what multiplies with them."""
+    x = torch.randn(3, 64)
+    model = Returning(RETURNED[outputs]).eval()
+    ready = Quantizer(model, QuantizerConfig.presets.w4(execution_mode=mode)).prepare((x,))
+    path = _exported(ready, x, tmp_path, int4=int4)
+    for expected, found in zip(ready(x), run_onnx(path, (x,)), strict=True):
+        assert sqnr(expected, found) > 90
 
 
 def test_matmul_nbits_operands_follow_the_operators_definition():

@@ -176,6 +176,7 @@ def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[t
     transposes = [use.node for use in output.uses()]
     if (
         transposes
+        and output not in graph.outputs
         and isinstance(tensor, QuantizedTensor)
         and not (tensor.is_sparse and tensor.minval() is not None)
         and all(user.op_type == "Transpose" and user.domain == "" for user in transposes)

@@ -58,14 +58,19 @@ def use_matmul_nbits(graph: Any, node: Any, name: str, tensor: Any) -> None:
         return
     for user in [use.node for use in node.outputs[0].uses()]:
         if user.op_type == "Transpose" and tuple(user.attributes["perm"].value) == (1, 0):
-            readers = [use.node for use in user.outputs[0].uses()]
-            if all(reader.op_type == "MatMul" and reader.inputs[1] is user.outputs[0] for reader in readers):
+            turned = user.outputs[0]
+            readers = [use.node for use in turned.uses()]
+            if turned not in graph.outputs and all(_multiplies_by(reader, turned) for reader in readers):
                 for reader in readers:
                     _replace_product(graph, reader, name, tensor, bias=None)
                 graph.remove(user, safe=True)
         elif user.op_type == "Gemm" and _is_linear(user, node.outputs[0]):
             bias = user.inputs[2] if len(user.inputs) > 2 else None
             _replace_product(graph, user, name, tensor, bias=bias)
+
+
+def _multiplies_by(node: Any, weight: Any) -> bool:
+    return node.op_type == "MatMul" and node.inputs[1] is weight
 
 
 def _is_linear(node: Any, weight: Any) -> bool:
