@@ -21,6 +21,8 @@ from bitwright.export.conversion import (
 from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
+from .embedding_bags import embedding_bag
+
 __all__ = ["check_onnx_operators", "traced"]
 
 
@@ -65,6 +67,7 @@ def traced(
                 input_names=input_names,
                 output_names=output_names,
                 optimize=optimize,
+                custom_translation_table={torch.ops.aten.embedding_bag.padding_idx: embedding_bag},
                 verbose=False,
             )
     except ConversionError:

@@ -1,0 +1,67 @@
+"""Embedding bags in ONNX files, which torch itself writes as loops that ONNX Runtime refuses now and then."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+from bitwright.export.onnx import export_onnx, run_onnx
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+FORMS = ("bags of one length", "offsets", "factors", "offsets and factors")
+CASES = [
+    case
+    for case in itertools.product(("sum", "mean", "max"), FORMS, (None, 3), (False, True))
+    if (case[0] == "sum" or "factors" not in case[1]) and (not case[3] or "offsets" in case[1])
+]
+
+
+class Bags(nn.Module):
+    """Bags, and a layer that reads them."""
+
+    def __init__(self, how, padding_idx, last):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(12, 32, mode=how, padding_idx=padding_idx, include_last_offset=last)
+        self.layer = nn.Linear(32, 4)
+
+    def forward(self, indices, offsets=None, factors=None):
+        rows = self.bags(indices, offsets, factors)
+        return self.layer(rows), rows
+
+
+def _inputs(form, last):
+    indices = torch.randint(0, 12, (4, 3))
+    if "offsets" not in form:
+        return (indices, None, torch.rand(4, 3)) if "factors" in form else (indices,)
+    offsets = torch.tensor([0, 2, 2, 5, 12] if last else [0, 2, 2, 5, 12, 12])  # two of them are empty
+    flat = indices.flatten()
+    return (flat.int(), offsets.int(), torch.rand(12)) if "factors" in form else (flat, offsets)
+
+
+@pytest.mark.parametrize(("how", "form", "padding_idx", "last"), CASES)
+def test_embedding_bags(how, form, padding_idx, last, tmp_path):
+    torch.manual_seed(0)
+    model, inputs = Bags(how, padding_idx, last).eval(), _inputs(form, last)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(inputs)
+    path = export_onnx(ready, inputs, tmp_path / "m.onnx")
+    found = run_onnx(path, tuple(one for one in inputs if one is not None))
+    for expected, output in zip(ready(*inputs), found, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bags_of_several_numbers(tmp_path):
+    """With dynamic shapes as many bags and indices as one likes."""
+    torch.manual_seed(0)
+    model, inputs = Bags("mean", None, False).eval(), _inputs("offsets", False)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(inputs)
+    free = {0: torch.export.Dim.DYNAMIC}
+    path = export_onnx(ready, inputs, tmp_path / "m.onnx", dynamic_shapes=(free, free))
+    others = torch.randint(0, 12, (20,)), torch.tensor([0, 4, 17])
+    for expected, output in zip(ready(*others), run_onnx(path, others), strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
