@@ -179,12 +179,6 @@ def test_core_ml_takes_inputs_by_name(mode, tmp_path):
     assert "lgamma" in _errors(lacking)[0].message
 
 
-def test_targets_without_inputs_by_name_say_so():
-    _skip_without("executorch")
-    (problem,) = check_operators(Scaled(), "executorch", (torch.randn(2, 8),), {"scale": torch.randn(8)})
-    assert "by position only" in problem.message
-
-
 def test_batch_norms_that_are_folded_are_not_asked_about(tmp_path):
     """Core AI's converter refuses them in bfloat16."""
     _skip_without("coreai")

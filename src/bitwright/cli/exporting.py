@@ -61,11 +61,9 @@ def export(
     if missing is not None:
         raise CommandError(f"The target {chosen!r} is not installed: {missing}")
     if dynamic_batch and not to.keeps_shapes:
-        raise CommandError(f"The target {chosen!r} fixes the shapes of its inputs; leave --dynamic-batch out.")
+        raise CommandError(f"The target {chosen!r} fixes the largest shapes of its inputs; leave --dynamic-batch out.")
     net, recipe, feed = load_model(model), load_recipe(config), load_data(data, batches)
     example = inputs_of(feed[0], net)
-    if example.kwargs and not to.takes_kwargs:
-        raise CommandError(f"The target {chosen!r} takes positional inputs only, but the data has keyword inputs.")
     with out.progress() as say:
         say("planning")
         _refuse_early(net, recipe, example, chosen)

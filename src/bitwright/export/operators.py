@@ -15,7 +15,7 @@ from torch import nn
 
 from bitwright._utils.module_mode import has_modes
 from bitwright.artifact.sites import simulators_in
-from bitwright.planning import Problem, Severity
+from bitwright.planning import Problem
 from bitwright.program.protect import preserved_state
 
 from .conversion import ConversionError, captured
@@ -23,7 +23,7 @@ from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
 from .onnx.tracing import check_onnx_operators
 from .specimens import specimens
-from .targets import Target, target_named
+from .targets import target_named
 from .uncompressed import float_copy
 
 __all__ = ["check_operators"]
@@ -56,18 +56,13 @@ def check_operators(
         dynamic_shapes: as for ``torch.export``; of no meaning for targets with fixed shapes.
 
     Returns:
-        An error for each operator that the converter lacks, or else for the first one that it refuses; one for keyword
-        inputs, where the target has none. Empty where the target's extra is not installed.
+        An error for each operator that the converter lacks, or else for the first one that it refuses. Empty where the
+        target's extra is not installed.
 
     Raises:
         KeyError: there is no such target.
     """
-    to = target_named(target)
-    if to.missing() is not None:
-        return []
-    if example_kwargs and not to.takes_kwargs:
-        return [_by_position(to)]
-    if target not in _BY_PROGRAM and target != "coreml":
+    if target_named(target).missing() is not None or target not in {*_BY_PROGRAM, "coreml"}:
         return []
     if simulators_in(model) or not has_modes(model):
         model = float_copy(model)
@@ -98,14 +93,6 @@ def _check_program(
             check(specimens(program))
             return
     check(program)
-
-
-def _by_position(target: Target) -> Problem:
-    words = (
-        f"{target.title} files take inputs by position only: give them in the order of forward as example_inputs, or "
-        "wrap the model in one whose forward does"
-    )
-    return Problem("target", "the model itself", f"{words}.", Severity.ERROR)
 
 
 def _is_bfloat16(tensor: torch.Tensor) -> bool:

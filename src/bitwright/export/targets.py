@@ -30,8 +30,7 @@ class Target:
         modules: what that installs, and the writer and the runtime import.
         write: ``write(model, example_inputs, path, example_kwargs, dynamic_shapes)`` writes a prepared model.
         run: ``run(path, inputs)`` returns the outputs of one call; None for what does not run here.
-        keeps_shapes: whether ``dynamic_shapes`` can be kept.
-        takes_kwargs: whether models with keyword inputs can be written.
+        keeps_shapes: whether ``dynamic_shapes`` can leave a dimension free; ExecuTorch keeps those with a ``max``.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Target:
     write: Callable[[nn.Module, tuple[Any, ...], Path, Mapping[str, Any], Any], Path]
     run: Callable[[Path, Sequence[torch.Tensor]], list[torch.Tensor]] | None
     keeps_shapes: bool = True
-    takes_kwargs: bool = True
 
     def missing(self) -> str | None:
         """Return what has to be installed before this target can be written, None if nothing."""
@@ -110,7 +108,7 @@ def _coreml(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any)
 def _executorch(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any) -> Path:
     from .executorch import export_executorch
 
-    return export_executorch(model, inputs, path)
+    return export_executorch(model, inputs, path, example_kwargs=kwargs, dynamic_shapes=shapes)
 
 
 def _compressed_tensors(model: nn.Module, inputs: Any, path: Path, kwargs: Any, shapes: Any) -> Path:
@@ -161,7 +159,7 @@ _ONNX = ("onnx", "onnxscript", "onnxruntime")
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target("artifact", "packed artifact", "", None, (), _artifact, None, takes_kwargs=True),
+        Target("artifact", "packed artifact", "", None, (), _artifact, None),
         Target("torch", "torch.export", ".pt2", None, (), _torch, _run_torch),
         Target("aot-inductor", "AOTInductor", ".pt2", None, (), _aot_inductor, _run_aot_inductor),
         Target("onnx", "ONNX", ".onnx", "onnx", _ONNX, _onnx, _run_onnx),
@@ -173,7 +171,7 @@ TARGETS: Mapping[str, Target] = {
         ),
         Target(
             "executorch", "ExecuTorch", ".pte", "executorch", ("executorch",), _executorch, _run_executorch,
-            keeps_shapes=False, takes_kwargs=False,
+            keeps_shapes=False,
         ),
         Target(
             "compressed-tensors", "compressed-tensors", "", "compressed-tensors", ("compressed_tensors",),

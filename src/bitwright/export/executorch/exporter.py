@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,12 +24,13 @@ from .graph import (
     dequantize_in_floats,
     drop_identities,
     reshape_behind_attention,
+    slices_for_splits,
     spell_out_batch_norms,
     spell_out_gelu,
     spell_out_prelu,
 )
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
-from .runtime import check
+from .runtime import check, largest_inputs
 from .weights import dense_weight, int8_weight
 
 __all__ = ["export_executorch"]
@@ -39,7 +40,14 @@ _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], 
 _logger = logging.getLogger(__name__)
 
 
-def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: str | Path) -> Path:
+def export_executorch(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | Path,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Path:
     """Write a prepared model as an ExecuTorch program.
 
     Symmetric per-tensor and per-channel integer weights and per-tensor int8 activations become the quantize and
@@ -54,13 +62,17 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
         model: prepared in eager or graph mode; not changed.
         example_inputs: positional inputs.
         path: the file to write.
+        example_kwargs: keyword inputs. The program takes tensors by position: these come after the positional ones.
+        dynamic_shapes: as for ``torch.export``; ExecuTorch plans memory for the largest size of each dimension, so
+            each needs a ``max``.
 
     Returns:
         ``path``.
 
     Raises:
         MissingExtraError: ExecuTorch is not installed.
-        ValueError: an activation has no form there, or the model convolves in three dimensions.
+        ValueError: an activation has no form there, the model convolves in three dimensions, or a dynamic dimension
+            has no largest size.
         ConversionError: torch.export or ExecuTorch cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
@@ -80,10 +92,11 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
     exact = not simulators and all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
     for number, (what, weight, options) in enumerate(ways):
         try:
-            program, by_codes = _program(model, example_inputs, weight)
+            program, by_codes = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
+            others = (example_inputs, dict(example_kwargs or {})) if dynamic_shapes else None
             with converting("ExecuTorch"):
                 target.write_bytes(_lowered(program, [] if options is None else _partitioners(by_codes, **options)))
-                check(target, program, example_inputs, 60 if exact else 15)
+                check(target, program, others, 60 if exact else 15)
         except ConversionError as error:
             target.unlink(missing_ok=True)
             if number + 1 == len(ways):
@@ -95,14 +108,19 @@ def export_executorch(model: nn.Module, example_inputs: tuple[Any, ...], path: s
 
 
 def _program(
-    model: nn.Module, example_inputs: tuple[Any, ...], weight: Callable[[str, CompressedTensor[Any]], nn.Module]
+    model: nn.Module,
+    weight: Callable[[str, CompressedTensor[Any]], nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """What is to be written, and whether layers multiply with a weight that is computed from codes."""
     simulators = activation_simulators(model).values()
     calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
-    program = captured(lower(model, weight, activations).model.eval(), example_inputs)
+    program = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
     check_convolutions(program.graph_module)
+    slices_for_splits(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
     spell_out_batch_norms(program)
@@ -113,6 +131,20 @@ def _program(
     lower_dynamic_activations(program, activations.dynamic)
     reshape_behind_attention(program.graph_module)
     return program, multiply_by_codes(program)
+
+
+def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any) -> Any:
+    """What torch.export captures. ExecuTorch keeps the choices that PyTorch makes for the sizes of the examples.
+
+    A convolution of fewer than 16 images takes another way than one of more, for example, and a file that was written
+    from two images would take 15 at most, so that the largest sizes are examples.
+    """
+    program = captured(model, args, kwargs, dynamic_shapes)
+    largest = largest_inputs(program)
+    if largest is None:
+        return program
+    args, kwargs = largest
+    return captured(model, args, kwargs, dynamic_shapes)
 
 
 def _partitioners(by_codes: bool, **options: Any) -> list[Any]:

@@ -25,6 +25,7 @@ __all__ = [
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
+    "slices_for_splits",
     "spell_out_batch_norms",
     "spell_out_gelu",
     "spell_out_prelu",
@@ -39,6 +40,7 @@ _MOVES = tuple(
     f"aten::{name}"
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "slice")
 )
+_SPLITS = tuple(f"aten::{name}" for name in ("split", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"))
 _CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
@@ -75,6 +77,51 @@ def spell_out_gelu(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
         y._rename(node.name)
     module.recompile()
+
+
+def slices_for_splits(module: fx.GraphModule) -> None:
+    """Cut pieces of a varying number of rows one by one.
+
+    ExecuTorch's verifier counts the rows of the first piece where it means to count the pieces, and so fixes their
+    number.
+    """
+    aten, graph = torch.ops.aten, module.graph
+    for node in list(graph.nodes):
+        name, pieces = op_name(node), list(node.users)
+        unbound = name == "aten::unbind.int"
+        if not unbound and not name.startswith(_SPLITS):
+            continue
+        shapes = [piece.shape for piece in node.meta["val"]]
+        axis = _argument(node, "dim")
+        lengths = [1 if unbound else shape[axis] for shape in shapes]
+        if not any(isinstance(shape[0], torch.SymInt) for shape in shapes if shape) or not _are_numbers(lengths):
+            continue
+        for piece in pieces:
+            number: Any = piece.args[1]
+            begin = sum(lengths[:number])
+            with graph.inserting_before(piece):
+                if unbound:
+                    cut = call(graph, aten.select.int, node.args[0], axis, number)
+                else:
+                    cut = call(graph, aten.slice.Tensor, node.args[0], axis, begin, begin + lengths[number])
+            piece.replace_all_uses_with(cut)
+            graph.erase_node(piece)
+            cut._rename(piece.name)
+        graph.erase_node(node)
+    module.recompile()
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    target: Any = node.target
+    for number, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            given = node.args[number] if number < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    raise KeyError(name)
+
+
+def _are_numbers(sizes: list[Any]) -> bool:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def drop_identities(module: fx.GraphModule) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from bitwright.export.conversion import ConversionError
 from bitwright.export.extras import require
 
-__all__ = ["check", "run_executorch"]
+__all__ = ["check", "largest_inputs", "run_executorch"]
 
 
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -25,25 +25,77 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     try:
         return [output.clone() for output in _load(path).execute(list(inputs))]
     except RuntimeError as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         raise ConversionError(
-            f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {shapes or 'none'}: {error}. Write the "
+            f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "
             "file anew if it is damaged; a program takes contiguous tensors of the shapes that it was exported with."
         ) from error
 
 
-def check(path: Path, program: Any, inputs: tuple[Any, ...], enough_db: float) -> None:
+def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough_db: float) -> None:
     """Run a file once: XNNPACK's runtime refuses some graphs that its partitioner took, and computes some wrong.
 
+    Args:
+        path: the file.
+        program: what was written.
+        others: positional and keyword inputs of other sizes than the program's example inputs, on which to run it as
+            well; None for none.
+        enough_db: ratio of signal to noise that the outputs must reach.
+
     Raises:
+        ConversionError: the runtime refuses the file.
         ValueError: the output is not the exported program's.
     """
-    expected = [tensor.double() for tensor in tree_leaves(program.module()(*inputs))]
+    try:
+        _check_outputs(path, program, program.example_inputs, enough_db)
+        if others is not None:
+            _check_outputs(path, program, others, enough_db)
+    except RuntimeError as error:
+        if others is None:
+            raise
+        raise ConversionError(
+            f"dynamic_shapes allow sizes that the file does not take, because ExecuTorch keeps some to what it saw, "
+            f"without a word: {error}. Give dynamic_shapes fewer dimensions."
+        ) from error
+
+
+def _check_outputs(path: Path, program: torch.export.ExportedProgram, inputs: Any, enough_db: float) -> None:
+    args, kwargs = inputs
+    expected = [tensor.double() for tensor in tree_leaves(program.module()(*args, **kwargs))]
     found = run_executorch(path, tuple(tree_leaves(inputs)))
     noise = sum(float((a - b.double()).square().sum()) for a, b in zip(expected, found, strict=True))
     signal = sum(float(tensor.square().sum()) for tensor in expected)
     if not noise * 10 ** (enough_db / 10) <= signal:
         raise ValueError("its runtime computes something else than the exported program")
+
+
+def largest_inputs(program: torch.export.ExportedProgram) -> Any:
+    """Return the example inputs, repeated to the largest size of each dynamic dimension; None where all are fixed.
+
+    Raises:
+        ValueError: a dimension has no largest size.
+    """
+    leaves, structure = tree_flatten(program.example_inputs)
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    largest = {symbol: bounds.upper for symbol, bounds in program.range_constraints.items()}
+    dynamic = False
+    for number, name in enumerate(program.graph_signature.user_inputs):
+        value = placeholders[name].meta["val"] if name in placeholders else None
+        for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt):
+                continue
+            length = size.node.expr.xreplace(largest)
+            if not length.is_Integer:
+                raise ValueError(
+                    f"ExecuTorch plans memory for the largest size of each dimension, but dynamic_shapes leaves "
+                    f"dimension {axis} of input {number} unbounded. Give it a torch.export.Dim with a max."
+                )
+            entries = torch.arange(int(length)) % leaves[number].shape[axis]
+            leaves[number], dynamic = leaves[number].index_select(axis, entries), True
+    return tree_unflatten(leaves, structure) if dynamic else None
+
+
+def _shapes(inputs: Any) -> str:
+    return ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)) or "none"
 
 
 def _load(path: str | Path) -> Any:

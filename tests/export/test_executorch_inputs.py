@@ -1,0 +1,137 @@
+"""Inputs by name and of several sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+pytest.importorskip("executorch.exir")
+
+from bitwright.export.conversion import ConversionError
+from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
+
+
+class Gated(nn.Module):
+    """Tensors by position and by name, and a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 8)
+
+    def forward(self, x, gate, *, shift, scaled=True):
+        x = torch.relu(self.first(x)) * torch.sigmoid(gate)
+        return self.last(x * 2 if scaled else x) + shift
+
+
+class Cut(nn.Module):
+    """Queries, keys and values by one layer, which is cut in different ways."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.cut, self.layer, self.last = cut, nn.Linear(32, 48), nn.Linear(16, 8)
+
+    def forward(self, x):
+        query, key, value = self.cut(self.layer(x))
+        return self.last(query * torch.sigmoid(key) + value)
+
+
+CUTS = {
+    "split": lambda x: x.split(16, dim=-1),
+    "split by sizes": lambda x: x.split([16, 16, 16], -1),
+    "chunk": lambda x: x.chunk(3, dim=-1),
+    "tensor_split": lambda x: x.tensor_split(3, dim=1),
+    "unbind": lambda x: x.unflatten(-1, (3, 16)).unbind(1),
+}
+
+
+class Convolving(nn.Module):
+    """PyTorch takes another way for 16 images and more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))).mean((2, 3)))
+
+
+def _prepared(model, config, args, kwargs=None):
+    torch.manual_seed(0)
+    quantizer = Quantizer(model.eval(), config)
+    ready = quantizer.prepare(args, example_kwargs=kwargs)
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(*args, **(kwargs or {}))
+    return ready.eval()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("names", [("gate", "shift"), ("shift", "gate")])
+def test_inputs_by_name_come_after_those_by_position(mode, names, tmp_path):
+    """In the order in which they are given, flags among them."""
+    x, tensors = torch.randn(4, 32), {"gate": torch.randn(4, 48), "shift": torch.randn(4, 8)}
+    kwargs = {**{name: tensors[name] for name in names}, "scaled": False}
+    ready = _prepared(Gated(), QuantizerConfig.presets.w8(execution_mode=mode), (x,), kwargs)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte", example_kwargs=kwargs)
+    (found,) = run_executorch(path, (x, *kwargs.values()))
+    assert sqnr(ready(x, **kwargs), found) > 90
+
+
+@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+def test_batches_of_all_sizes_up_to_the_largest(preset, tmp_path):
+    """Also of more than the 15 images that a convolution of the example's size takes."""
+    x = torch.randn(2, 3, 8, 8)
+    ready = _prepared(Convolving(), getattr(QuantizerConfig.presets, preset)(execution_mode="eager"), (x,))
+    path = export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: Dim("batch", max=40)},))
+    for size in (1, 2, 7, 16, 40):
+        images = torch.randn(size, 3, 8, 8)
+        assert sqnr(ready(images), run_executorch(path, (images,))[0]) > (90 if preset == "w8" else 40)
+    with pytest.raises(ConversionError, match="cannot run"):
+        run_executorch(path, (torch.randn(41, 3, 8, 8),))
+
+
+@pytest.mark.parametrize("size", [Dim.DYNAMIC, Dim("batch", min=2)])
+def test_sizes_without_an_end_are_refused(size, tmp_path):
+    x = torch.randn(2, 3, 8, 8)
+    ready = _prepared(Convolving(), QuantizerConfig.presets.w8(execution_mode="eager"), (x,))
+    with pytest.raises(ValueError, match="dimension 0 of input 0 unbounded"):
+        export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: size},))
+    assert not (tmp_path / "m.pte").exists()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+def test_batches_that_are_cut(cut, preset, tmp_path, caplog):
+    """As GPT-2 does; ExecuTorch's verifier would fix the batch to the size of the examples."""
+    x = torch.randn(4, 32)
+    ready = _prepared(Cut(CUTS[cut]), getattr(QuantizerConfig.presets, preset)(execution_mode="eager"), (x,))
+    path = export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: Dim("batch", max=40)},))
+    assert "did not work" not in caplog.text
+    for size in (1, 17, 40):
+        rows = torch.randn(size, 32)
+        assert sqnr(ready(rows), run_executorch(path, (rows,))[0]) > (90 if preset == "w8" else 30)
+
+
+class Turned(nn.Module):
+    """The last rows first, by a number of rows that only a run knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.layer(torch.cat(x.split([x.shape[0] - 2, 2])[::-1]))
+
+
+def test_what_executorch_keeps_to_one_size_is_refused(tmp_path):
+    """It says nothing of it itself: the file would fail for the user."""
+    x = torch.randn(4, 32)
+    ready = _prepared(Turned(), QuantizerConfig.presets.w8(execution_mode="eager"), (x,))
+    with pytest.raises(ConversionError, match="fewer dimensions"):
+        export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: Dim("batch", min=4, max=40)},))
+    assert not (tmp_path / "m.pte").exists()
+    (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
+    assert sqnr(ready(x), found) > 90
