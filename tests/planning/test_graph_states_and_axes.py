@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from bitwright.artifact import Artifact, QuantizedTensor
 from bitwright.errors import ConfigMatchWarning, PlanError
 from bitwright.planning import Plan
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
@@ -131,6 +132,23 @@ def test_scales_that_span_all_axes_survive_only_where_no_axis_moves(
     assert found == ({type(granularity)} if kept else {PerTensorGranularity})
     with contextlib.nullcontext() if kept else pytest.warns(ConfigMatchWarning, match="axis changes its size or"):
         assert quantizer.prepare((x,))(x).shape == (4, 4, 6, 6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_plans_count_biases_of_folded_batch_norms_as_the_artifact_holds_them(shared: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).eval()
+    if shared:
+        model[2].bias = model[0].bias
+    specs = dict.fromkeys(("weight", "bias"), QuantizationSpec(dtype="int8"))
+    config = ModuleQuantizerConfig(op_state_spec=specs, op_input_spec=None, op_output_spec=None)
+    quantizer = Quantizer(model, QuantizerConfig(global_config=config, execution_mode="graph"))
+    plan = quantizer.plan((torch.randn(2, 3, 8, 8),))
+    artifact = Artifact.from_model(quantizer.prepare((torch.randn(2, 3, 8, 8),)))
+    rows = {row.tensor: row for row in plan}
+    assert ("a batch norm is folded" in rows["0.bias"].note) is not shared
+    held = [entry.nbytes for name, entry in artifact.items() if isinstance(entry, QuantizedTensor)]
+    folded = [] if shared else [artifact["0.bias"].nbytes]
+    assert sorted(row.compressed_bytes for row in plan) == sorted([*held, *folded])
 
 
 @pytest.mark.parametrize(("training", "norms"), [(False, (3, 4)), (True, (5, 6))])

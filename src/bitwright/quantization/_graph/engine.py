@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,7 +24,7 @@ from ._annotation_pattern_registry import registered_roles
 from .annotations import annotate
 from .batch_norm import cumulative_averages_shown
 from .finalize import folded_copy
-from .fold_insert import foldable_norms
+from .fold_insert import foldable_biases, foldable_norms
 from .initialise import initialise
 from .insert import GraphInsertion
 from .kv_cache import keep_caches_quantized
@@ -55,6 +56,7 @@ class GraphEngine(Engine):
             )
             decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles(), stacks)
         self._captured = module, decisions
+        self._count_folded_biases(module, decisions)
         return decisions.plan
 
     def folded(self) -> nn.Module | None:
@@ -72,6 +74,15 @@ class GraphEngine(Engine):
                 twin.graph.erase_node(node)
         twin.recompile()
         return twin
+
+    def _count_folded_biases(self, module: TracedGraphModule, decisions: GraphDecisions) -> None:
+        """Show what the batch norms that are folded into quantized biases make of them, which is floats again."""
+        biases = foldable_biases(module, GraphInsertion(module, self.program, decisions).foldable())
+        rows = decisions.plan.rows
+        for number, row in enumerate(rows):
+            if row.tensor in biases and row.spec is not None:
+                note = "stored in full: a batch norm is folded into it"
+                rows[number] = replace(row, compressed_bytes=row.dense_bytes, note=note)
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
         """Insert into the graph that the last ``plan`` captured, and return it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .batch_norm import BiasFold, FoldLayout, OutputFold, WeightFold, WeightUnfold, captured_momentum, channels_of
 from .mode_ops import batch_counter
 
-__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "foldable_norms", "unfold_weights"]
+__all__ = ["FOLDS", "OP_NAME", "Fold", "fold_batch_norms", "foldable_biases", "foldable_norms", "unfold_weights"]
 
 FOLDS = "batch_norm_folds"
 OP_NAME = "bitwright_op"
@@ -51,21 +51,24 @@ def fold_batch_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> dict
     and behind layers whose weight is computed.
     """
     folds: dict[fx.Node, Fold] = {}
-    for chain in chains:
-        if chain.batch_norm is None:
-            continue
-        layer, norm = chain.primary.handle, chain.batch_norm.handle
-        parts = _parts(module, layer, norm)
-        if parts is not None:
-            folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
+    for layer, norm, parts in _foldable(module, chains):
+        folds[layer] = _rewrite(module, layer, norm, parts, len(folds))
     _name_as_pt2e_does(module, list(folds.values()))
     return folds
 
 
 def foldable_norms(module: TracedGraphModule, chains: Sequence[Chain]) -> set[str]:
     """Return the names of the nodes of the batch norms that ``fold_batch_norms`` folds."""
-    pairs = [(chain.primary.handle, chain.batch_norm.handle) for chain in chains if chain.batch_norm is not None]
-    return {norm.name for layer, norm in pairs if _parts(module, layer, norm) is not None}
+    return {norm.name for _, norm, _ in _foldable(module, chains)}
+
+
+def foldable_biases(module: TracedGraphModule, chains: Sequence[Chain]) -> set[str]:
+    """Return the dotted names of the biases that only layers with a folded batch norm read."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for layer, _, parts in _foldable(module, chains):
+        if parts.bias is not None:
+            found.setdefault(parts.bias, []).append(layer)
+    return {str(bias.target) for bias, layers in found.items() if set(bias.users) <= set(layers)}
 
 
 def unfold_weights(module: TracedGraphModule, folds: Iterable[Fold]) -> None:
@@ -130,6 +133,15 @@ class _Parts:
     momentum: float | None
     training: bool
     layout: FoldLayout
+
+
+def _foldable(module: TracedGraphModule, chains: Sequence[Chain]) -> Iterator[tuple[fx.Node, fx.Node, _Parts]]:
+    for chain in chains:
+        if chain.batch_norm is not None:
+            layer, norm = chain.primary.handle, chain.batch_norm.handle
+            parts = _parts(module, layer, norm)
+            if parts is not None:
+                yield layer, norm, parts
 
 
 def _parts(module: TracedGraphModule, layer: fx.Node, norm: fx.Node) -> _Parts | None:
