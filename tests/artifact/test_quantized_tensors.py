@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from bitwright.artifact import ArtifactError, DenseTensor, QuantizedTensor, compress_tensor
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.formats import format_of
-from bitwright.planning.quantized import quantized_bytes
+from bitwright.planning.packed_sizes import quantized_bytes
 from bitwright.quantization.spec import PerChannelGranularity, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase, _DefaultFakeQuantizeImpl
 

@@ -73,7 +73,10 @@ def compress_tensor(tensor: torch.Tensor, simulators: Sequence[nn.Module], name:
         else:
             last = coders[-1]
             entering = simulate(tensor, active[:last])
-            compressed = _encoder_of(active[last], name)(active[last], entering, mask)
+            encode = _encoder_of(active[last], name)
+            compressed = encode(active[last], entering, mask)
+            if mask is not None and last + 1 < len(active):
+                compressed = _with_zeros(compressed, encode(active[last], entering * mask, mask), wanted)
             if not _decodes_to(compressed, wanted):
                 compressed = dense_tensor(wanted, mask) if last + 1 < len(active) else compressed
     if not _decodes_to(compressed, wanted):
@@ -84,6 +87,13 @@ def compress_tensor(tensor: torch.Tensor, simulators: Sequence[nn.Module], name:
             "bitwright.artifact.register_encoder."
         )
     return compressed
+
+
+def _with_zeros(
+    compressed: CompressedTensor[Any], zeroed: CompressedTensor[Any], wanted: torch.Tensor
+) -> CompressedTensor[Any]:
+    """Return the form whose dropped entries have the code of zero, where that is smaller than dropping them."""
+    return zeroed if zeroed.nbytes < compressed.nbytes and _decodes_to(zeroed, wanted) else compressed
 
 
 def _decodes_to(compressed: CompressedTensor[Any], wanted: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def quantized_tensor(
         power_of_two: store scales as ``float8_e8m0fnu``.
         zero_point_per_block: store a zero point for each block even if they happen to be equal.
         mask: bool tensor of the shape of ``codes``; entries that it drops decode to zero. It is used if that is
-            smaller, and ignored otherwise; so dropped entries must have a code that stands for zero.
+            smaller, or if not all dropped entries have a code that stands for zero, and ignored otherwise.
 
     Raises:
         ArtifactError: a scale or a code that the layout cannot hold.
@@ -84,22 +84,22 @@ def quantized_tensor(
             block_size=block_size, scale_dtype=cast(ScaleName, stored), zero_point=uniform, kept=kept,
         )  # fmt: skip
 
-    chosen = layout(None)
-    if mask is not None and (sparse := layout(int(mask.sum()))).nbytes < chosen.nbytes:
-        chosen = sparse
-    else:
-        mask = None
-    parts = {
-        "codes": _packed_codes(codes if mask is None else codes[mask], grid),
-        "scale": _stored_scale(scale, stored),
-    }
+    parameters = {"scale": _stored_scale(scale, stored)}
     if points is not None and uniform is None:
-        parts["zero_point"] = pack(points, fmt.bits)
+        parameters["zero_point"] = pack(points, fmt.bits)
     if minval is not None:
-        parts["minval"] = minval.to(parts["scale"].dtype).contiguous()
-    if mask is not None:
-        parts["mask"] = pack(mask.to(torch.uint8), 1)
-    return QuantizedTensor(chosen, parts)
+        parameters["minval"] = minval.to(parameters["scale"].dtype).contiguous()
+
+    def form(mask: torch.Tensor | None) -> QuantizedTensor:
+        parts = {"codes": _packed_codes(codes if mask is None else codes[mask], grid), **parameters}
+        if mask is None:
+            return QuantizedTensor(layout(None), parts)
+        return QuantizedTensor(layout(int(mask.sum())), {**parts, "mask": pack(mask.to(torch.uint8), 1)})
+
+    if mask is not None and layout(int(mask.sum())).nbytes < layout(None).nbytes:
+        return form(mask)
+    whole = form(None)
+    return whole if mask is None or not whole.decode()[~mask].any() else form(mask)
 
 
 def palettized_tensor(
@@ -138,7 +138,7 @@ def palettized_tensor(
         )  # fmt: skip
 
     chosen = layout(None)
-    usable = mask is not None and vector_size == 1
+    usable = mask is not None and vector_size == 1 and not mask.all()
     if mask is not None and usable and ((sparse := layout(int(mask.sum()))).nbytes < chosen.nbytes or mask_needed):
         chosen = sparse
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +17,10 @@ from bitwright.program import Op, Program
 from .computed_weights import computed_weight_problems
 from .eager_activations import request_activations
 from .ops import eager_op_key
+from .packed_sizes import bytes_under, has_zero, masked_bytes, quantized_bytes
 from .plan import Placement, Plan, PlanRow, Problem
-from .quantized import Resolution, quantized_bytes, resolve_activation, resolve_weight
-from .stacking import kinds_on, masked_bytes, stacking_problem
+from .quantized import Resolution, resolve_activation, resolve_weight
+from .stacking import kinds_on, stacking_problem
 from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
 from .weight_views import link_views
@@ -89,10 +91,10 @@ class PlanBuilder:
             note = f"no key of op_state_spec names {' or '.join(map(repr, state.attributes))}"
         shape = tuple(state.tensor.shape)
         dense = state.tensor.numel() * state.tensor.element_size()
-        packed, group = dense, -1
+        packed, group = bytes_under(stack, state.tensor), -1
         if resolution.spec is not None:
             packed = quantized_bytes(resolution.spec, shape, resolution.block_size, state.tensor.dtype)
-            packed += masked_bytes(stack, state.tensor.numel(), resolution.spec.n_bits)
+            packed += masked_bytes(stack, state.tensor.numel(), resolution.spec)
             group = self._place(
                 Placement(
                     resolution.spec,
@@ -161,7 +163,20 @@ def _resolve(decision: StateDecision, stack: Sequence[nn.Module]) -> Resolution:
         return Resolution(None)
     problem = stacking_problem(decision.state.name, stack, CompressionType.QUANTIZATION, decision.rule)
     if problem is None:
-        return resolve_weight(decision.spec, decision.state, decision.rule, by_module=decision.by_module)
+        resolution = resolve_weight(decision.spec, decision.state, decision.rule, by_module=decision.by_module)
+        spec = resolution.spec
+        if spec is None or CompressionType.PRUNING not in kinds_on(stack):
+            return resolution
+        zero = has_zero(spec.dtype, spec.qformulation)
+        return resolution if zero else replace(resolution, problem=resolution.problem or _zeros_lost(decision))
     if decision.by_module:  # asked for by name
         return Resolution(None, problem=problem)
     return Resolution(None, note=f"left alone: {', '.join(kinds_on(stack))} already stands on it")
+
+
+def _zeros_lost(decision: StateDecision) -> Problem:
+    message = (
+        f"the grid that {decision.rule} asks for has no zero, so what was pruned becomes small numbers and is stored "
+        "in full. Use qformulation='zp', or prune after quantizing."
+    )
+    return Problem("zeros", decision.state.name, message)

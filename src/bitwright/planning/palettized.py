@@ -12,9 +12,9 @@ from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _I
 from bitwright.program import Op
 
 from .ops import PALETTIZER_OPS
+from .packed_sizes import stored_bytes, table_bytes
 from .plan import Problem, Severity
-from .quantized import table_bytes
-from .stacking import kinds_on, stored_bytes
+from .stacking import kinds_on
 from .weight_only import WeightRequest, WeightResolution, WeightTechnique
 
 __all__ = ["OpRegistry", "PalettizationTechnique"]
@@ -103,7 +103,7 @@ def _packed_bytes(spec: PalettizationSpec, layout: VectorLayout, request: Weight
     if spec.enable_per_channel_scale:
         axis = 0 if request.axes is None else min(request.axes.channel, len(layout.shape) - 1)
         tables += layout.shape[axis] * dtype.itemsize
-    masks = [s for s in request.stack if getattr(s, "compression_type", None) is CompressionType.PRUNING]
-    sparsity = float(getattr(masks[-1], "sparsity", 0.0)) if masks else None
     numel = request.state.tensor.numel()
-    return stored_bytes(numel, spec.n_bits / spec.cluster_dim, sparsity, tables)
+    masks = [s for s in request.stack if getattr(s, "compression_type", None) is CompressionType.PRUNING]
+    kept = numel - int(numel * float(getattr(masks[-1], "sparsity", 0.0))) if masks else None
+    return stored_bytes(numel, spec.n_bits / spec.cluster_dim, kept, tables, needs_mask=True)

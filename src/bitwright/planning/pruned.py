@@ -13,8 +13,8 @@ from bitwright.pruning.spec.errors import _BlockSizeMismatchError
 from bitwright.pruning.spec.scheme import removed_units
 
 from .ops import PRUNER_OPS
+from .packed_sizes import bytes_under
 from .plan import Problem, Severity
-from .stacking import entry_size, stored_bytes
 from .weight_only import WeightRequest, WeightResolution, WeightTechnique
 
 __all__ = ["COLLECTED_OPS", "PruningTechnique"]
@@ -53,10 +53,10 @@ class PruningTechnique(WeightTechnique):
             *_check_scope(spec, request),
             *_check_emptiness(spec, request),
             *_check_target(spec, request),
+            *_check_vectors(spec, request),
         ]
-        sparsity = spec.final_sparsity
-        bits, tables = entry_size(request.stack, request.state.tensor.element_size())
-        size = stored_bytes(math.prod(request.shape), bits, sparsity, tables)
+        numel = math.prod(request.shape)
+        size = bytes_under(request.stack, request.state.tensor, numel - int(numel * spec.final_sparsity))
         return WeightResolution(spec, (), size, problems=problems)
 
 
@@ -125,3 +125,14 @@ def _check_target(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
         f"{spec.pruning_scheme.describe()} removes {spec.final_sparsity:.4g}. Leave it out, or choose another pattern."
     )
     return [Problem("target-sparsity", request.state.name, message)]
+
+
+def _check_vectors(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
+    """A palette of vectors cannot hold what is left of them."""
+    if spec.final_sparsity == 0.0 or all(getattr(simulator, "cluster_dim", 1) == 1 for simulator in request.stack):
+        return []
+    message = (
+        f"pruning asked for by {request.rule} zeroes parts of a palette's vectors, so the weight is stored as floats. "
+        "Palettize it with cluster_dim=1."
+    )
+    return [Problem("order", request.state.name, message)]

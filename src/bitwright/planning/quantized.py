@@ -1,4 +1,4 @@
-"""Turn a quantization spec and a tensor into a resolved spec: axis filled in, blocks checked, bytes counted."""
+"""Turn a quantization spec and a tensor into a resolved spec: axis filled in, blocks checked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch._subclasses import FakeTensor
 
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.formats import packed_size
 from bitwright.program import StateTensor
 from bitwright.quantization.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
-    QuantizationScheme,
     QuantizationSpec,
 )
 from bitwright.quantization.spec.errors import _BlockSizeMismatchError
@@ -22,7 +20,7 @@ from bitwright.quantization.spec.errors import _BlockSizeMismatchError
 from .ops import AxisConflictError, default_weight_axes, is_elementwise, is_elementwise_gain
 from .plan import Problem, Severity
 
-__all__ = ["Resolution", "quantized_bytes", "resolve_activation", "resolve_weight", "table_bytes"]
+__all__ = ["Resolution", "resolve_activation", "resolve_weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +69,6 @@ def resolve_activation(spec: QuantizationSpec, shape: tuple[int, ...], where: st
     if _needs_axis(spec.granularity):
         return Resolution(None, problem=_unresolved("Activation", where, spec.granularity, rule))
     return _with_blocks(spec, shape, CompressionTargetTensor.ACTIVATION, where, rule)
-
-
-def quantized_bytes(
-    spec: QuantizationSpec, shape: tuple[int, ...], block_size: tuple[int, ...], dtype: torch.dtype
-) -> int:
-    """Return the bytes of the packed artifact of a weight: codes, scales, and offsets where the scheme has them.
-
-    Scales and minvals take the bytes of the weight's dtype, at most 4, or 1 as powers of two; zero points take the bits
-    of a code. Scales of a range that is fixed on both sides are computed in float32 and take 4 bytes.
-    """
-    numel = math.prod(shape)
-    blocks = math.prod(size // block if block else 1 for size, block in zip(shape, block_size, strict=True))
-    codes = packed_size(numel, spec.n_bits)
-    float_bytes = 4 if None not in spec.float_range else min(dtype.itemsize, 4)
-    scales = blocks * (1 if spec.scale_dtype is not None else float_bytes)
-    return codes + scales + _offset_bytes(spec, blocks, float_bytes)
-
-
-def table_bytes(spec: QuantizationSpec | None, tables: int, entries: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a palette's look-up tables in the packed artifact.
-
-    Args:
-        spec: how the entries are quantized, with one scale for each table; None for entries in ``dtype``.
-        tables: number of tables.
-        entries: numbers in one of them.
-        dtype: of the weight.
-    """
-    if spec is None:
-        return tables * entries * dtype.itemsize
-    return quantized_bytes(spec, (tables, entries), (1, entries), dtype)
-
-
-def _offset_bytes(spec: QuantizationSpec, blocks: int, float_bytes: int) -> int:
-    if spec.dtype.is_floating_point:
-        return 0
-    if spec.qformulation == "minval":
-        return blocks * float_bytes
-    return packed_size(blocks, spec.n_bits) if spec.qscheme == QuantizationScheme.ASYMMETRIC else 0
 
 
 def _non_finite(state: StateTensor) -> Problem | None:

@@ -14,12 +14,9 @@ from .plan import Problem, Severity
 __all__ = [
     "QUANTIZED_ACTIVATIONS",
     "QUANTIZED_GRAPH",
-    "entry_size",
     "finite_range",
     "kinds_on",
-    "masked_bytes",
     "stacking_problem",
-    "stored_bytes",
 ]
 
 _Q, _P, _S = CompressionType.QUANTIZATION, CompressionType.PALETTIZATION, CompressionType.PRUNING
@@ -76,38 +73,6 @@ def stacking_problem(name: str, stack: Sequence[nn.Module], new: CompressionType
         if reason is not None:
             return Problem("order", name, f"{new.value} asked for by {rule} has no meaning: {reason}", Severity.ERROR)
     return None
-
-
-def entry_size(stack: Sequence[nn.Module], itemsize: int) -> tuple[float, int]:
-    """Return the bits of one stored entry of a weight that ``stack`` stands on, and the bytes of its tables."""
-    for simulator in stack:
-        bits = getattr(simulator, "n_bits", None)
-        if bits is not None:
-            return bits / getattr(simulator, "cluster_dim", 1), int(getattr(simulator, "table_bytes", 0))
-    return 8.0 * itemsize, 0
-
-
-def stored_bytes(numel: int, bits: float, sparsity: float | None, overhead: int = 0) -> int:
-    """Return the packed size of a weight.
-
-    Args:
-        numel: its entries.
-        bits: bits of one entry.
-        sparsity: share of entries that a mask removes; None without a mask, which takes a bit per entry.
-        overhead: bytes of tables and scales.
-    """
-    kept = numel if sparsity is None else numel - int(numel * sparsity)
-    mask = 0 if sparsity is None else -(-numel // 8)
-    return -(-int(kept * bits) // 8) + mask + overhead
-
-
-def masked_bytes(stack: Sequence[nn.Module], numel: int, n_bits: int) -> int:
-    """Return the change in packed bytes that a mask below quantized codes brings: the mask, less the removed codes."""
-    masks = [mask for simulator in stack if isinstance(mask := getattr(simulator, "mask", None), torch.Tensor)]
-    if not masks or masks[-1].numel() != numel:
-        return 0
-    kept = int(torch.count_nonzero(masks[-1]))
-    return -(-numel // 8) + -(-kept * n_bits // 8) - -(-numel * n_bits // 8)
 
 
 def finite_range(tensor: torch.Tensor) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from bitwright.config.spec_dicts import spec_dict_is_active
 from bitwright.program import Op, StateTensor
 
 from .ops import ROLE_NAMED_OPS, AxisConflictError, WeightAxes, default_weight_axes
+from .packed_sizes import bytes_under
 from .plan import Placement, Plan, PlanRow, Problem, Severity
 from .simulated_states import FinalizedWeight, WeightProgram
 from .stacking import finite_range, kinds_on, stacking_problem
@@ -179,7 +180,7 @@ class _Builder:
         self.plan.problems += resolution.problems
         group = self._place(decision, resolution)
         dense = state.tensor.numel() * state.tensor.element_size()
-        packed = dense if resolution.spec is None else resolution.stored_bytes
+        packed = bytes_under(stack, state.tensor) if resolution.spec is None else resolution.stored_bytes
         note = "; ".join(filter(None, (resolution.note, _describe_stack(stack))))
         dtype = str(state.tensor.dtype).removeprefix("torch.")
         self.plan.rows.append(

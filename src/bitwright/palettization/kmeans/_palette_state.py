@@ -12,7 +12,7 @@ from bitwright._utils.derived_tensor import DerivedTensor
 from bitwright.palettization.spec import PalettizationGranularity, PerGroupedChannelGranularity
 from bitwright.palettization.spec._vector_layout import VectorLayout
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
-from bitwright.planning.quantized import table_bytes
+from bitwright.planning.packed_sizes import table_bytes
 from bitwright.quantization.spec import FakeQuantizeImplBase, QuantizationSpec
 
 from ._lut_quantizer import build_lut_quantizer, frozen_qparams, is_observed, observe_and_quantize, quantize_frozen
