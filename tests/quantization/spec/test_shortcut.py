@@ -144,6 +144,29 @@ def test_shapes_of_as_many_elements() -> None:
         assert torch.equal(results[1], results[3])
 
 
+@pytest.mark.parametrize("calculator", ["moving_average", "global_minmax", "dynamic", "static"])
+@pytest.mark.parametrize("granularity", [PerTensorGranularity(), PerChannelGranularity(axis=1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_codes_are_kept_of_what_was_observed(calculator: str, granularity: Any, transposed: bool) -> None:
+    """On the long way and on the short one, with the observer on and off, what an operation saves is a byte each."""
+    mine = simulator(qparam_calculator_cls=calculator, granularity=granularity)
+    mine.enable_observer(True)
+    for number in range(6):
+        if number == 4:
+            mine.disable_observer()
+        x = torch.randn(32, 64, requires_grad=True)
+        with saved_as_codes(minimum=1):
+            y = mine(x.T.contiguous().T if transposed else x)
+            z = y * y
+        kept = z.grad_fn._raw_saved_self.data
+        assert kept.coded._codes.dtype == torch.uint8, number
+        mine.qparams_calculator.scale.mul_(3)  # what comes later must not matter
+        z.sum().backward()
+        inside = x.grad != 0
+        assert inside.float().mean() > 0.5, number
+        assert torch.equal(x.grad[inside], 2 * y[inside]), number
+
+
 @torch.no_grad()
 def test_functional_calls_use_what_they_are_given() -> None:
     mine, weight = simulator("WEIGHT", granularity=PerChannelGranularity(axis=0)), nn.Parameter(torch.randn(4, 8))

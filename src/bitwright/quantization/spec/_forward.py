@@ -205,7 +205,6 @@ class FakeQuantizeForward(SwitchedModule):
             restart=calculator._progress.restart,
             quantize=self._fake_quant_on,
         )
-        torch.autograd.graph.increment_version(buffers["scale"])  # the kernel writes behind autograd's back
         calculator._progress.count()
         if will_be_repeated(self.training, False):
             self._recall.note(tensor, self._stored(calculator))

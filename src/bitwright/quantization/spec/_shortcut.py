@@ -48,13 +48,6 @@ def _is_readable(b: torch.Tensor | None) -> bool:
     return b is not None and b.is_cpu and b.element_size() == 1 and b.numel() == 1 and not b.is_inference()
 
 
-def _with_gradient(ready: Any, x: torch.Tensor, made: QParams, *options: bool) -> torch.Tensor:
-    """Call a prepared kernel where a gradient is wanted."""
-    y: torch.Tensor = ready.run_with_gradient(x, *options)
-    note_codes(y, made, ready)
-    return y
-
-
 def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | None:
     """Make the shortcut for an observer that is off; None if there is none.
 
@@ -108,10 +101,14 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
                 return None
             x, order = dense(x)
             unneeded = unneeded or order is None  # a copy is nobody else's
-        if x.requires_grad and _grad_enabled():
-            return _with_gradient(ready, x, made, unneeded) if snapshot.holds() else None
-        quantized: torch.Tensor | None = ready.run(x)
-        return quantized
+        if not (x.requires_grad and _grad_enabled()):
+            quantized: torch.Tensor | None = ready.run(x)
+            return quantized
+        if not snapshot.holds():
+            return None
+        y: torch.Tensor = ready.run_with_gradient(x, unneeded)
+        note_codes(y, made, ready)
+        return y
 
     return call
 
@@ -221,10 +218,12 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
         if not quantize:
             ready.observe(x, progress.restart)
         elif x.requires_grad and _grad_enabled():
-            y = _with_gradient(ready, x, made, unneeded, True, progress.restart)
+            y = ready.run_with_gradient(x, unneeded, True, progress.restart)
         else:
             y = ready.observe_and_run(x, progress.restart)
         _increment_version(written)
+        if quantize and y.requires_grad:
+            note_codes(y, made, ready)  # with the versions that the parameters have from now on
         if progress.restart:
             progress.count()
         else:
