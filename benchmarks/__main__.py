@@ -11,7 +11,7 @@ medians.
   ``"microseconds"``), ``over_limit`` (a ratio, or microseconds a call) and ``over_limit_allowed``; with the peer also
   ``faster`` and ``faster_wanted``; ``seconds`` by side (``bitwright``, ``limit``, ``peer``).
 * A row of ``training.json``: ``what`` (``"step"``, ``"step, trained before"``, ``"peak memory"``,
-  ``"peak memory in use"`` or ``"frozen evaluation"``), ``model``, ``mode``;
+  ``"peak memory, no thread cache"``, ``"peak memory in use"`` or ``"frozen evaluation"``), ``model``, ``mode``;
   ``over_float`` by side (``bitwright``, ``bitwright, saved as codes``, ``peer``) and ``over_float_allowed``; and
   ``seconds`` by side, or ``bytes`` by side: ``peak`` growth of the resident set, and what is ``saved`` for the
   backward pass.

@@ -6,8 +6,9 @@ The environment variable BITWRIGHT_PEER_PYTHON names an interpreter with coreai-
 out. Float, Bitwright and peer take turns, step by step, each on the same model and batch. Memory is measured in
 processes of their own: the growth of the resident set from a model that is built and has its simulators to its peak
 during three steps; libraries, compiled code and the converters' leftovers lie before. It holds, besides what is in use,
-what the allocator has not given back, which varies from run to run; a second measurement maps every larger tensor by
-itself, so that nothing of the kind is left.
+what the allocator has not given back, which varies from run to run. A second measurement is without glibc's cache for
+each thread, which keeps the splinters of aligned tensors from growing together with them again; a third maps every
+larger tensor by itself, so that nothing of the kind is left.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ from torch.nn import functional as F
 HERE = Path(__file__).resolve().parent
 MODES = ("eager", "graph")
 STEP_OF_TRAINED = "step, trained before"
+# What is measured of memory: how glibc is set up for it.
+MEMORY = {
+    "peak memory": {},
+    "peak memory, no thread cache": {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
+    "peak memory in use": {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)},
+}
 
 
 class Residual(nn.Module):
@@ -199,10 +206,10 @@ def memory_of(package: str, name: str, mode: str, saved: bool) -> dict[str, int]
     return {"peak": peak_growth(step, resident()), "saved": 0 if saved else saved_bytes(step)}
 
 
-def ask_memory(interpreter: str, apart: bool, *arguments: str) -> dict[str, int]:
-    """``memory_of`` in another process, where glibc keeps no freed memory of tensors if they lie ``apart``."""
+def ask_memory(interpreter: str, what: str, *arguments: str) -> dict[str, int]:
+    """``memory_of`` in another process, for a row of ``MEMORY``."""
     command = [interpreter, str(HERE / "training.py"), "--memory-of", *arguments]
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(1 << 16)} if apart else {})
+    environment = os.environ | MEMORY[what]
     text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     found: dict[str, int] = json.loads(text.splitlines()[-1])
     return found
@@ -237,8 +244,8 @@ def measure_frozen(name: str, repeats: int, threads: int, peer: Worker | None) -
             "over_float_allowed": 1.05, "seconds": times}  # fmt: skip
 
 
-def measure_memory(name: str, mode: str, repeats: int, interpreter: str | None, apart: bool) -> dict[str, Any]:
-    """Peak memory of a step in a new process each time, as multiples of the float step's."""
+def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: str | None) -> dict[str, Any]:
+    """Peak memory of a step in a new process each time, as multiples of the float step's; a row of ``MEMORY``."""
     sides = {
         "float": (sys.executable, "float", ""),
         "bitwright": (sys.executable, "bitwright", ""),
@@ -250,13 +257,12 @@ def measure_memory(name: str, mode: str, repeats: int, interpreter: str | None, 
     saved: dict[str, int] = {}
     for _ in range(repeats):
         for side, (python, package, as_codes) in sides.items():
-            answer = ask_memory(python, apart, package, name, mode, as_codes)
+            answer = ask_memory(python, what, package, name, mode, as_codes)
             peaks[side].append(answer["peak"])
             saved[side] = answer["saved"]
     spreads = {side: Spread.of(values) for side, values in peaks.items()}
     over = {side: ratio(spreads[side], spreads["float"]) for side in sides if side != "float"}
     found = {side: {"peak": spreads[side], "saved": saved[side]} for side in sides}
-    what = "peak memory in use" if apart else "peak memory"
     return {"what": what, "model": name, "mode": mode, "over_float": over, "over_float_allowed": 1.25,
             "bytes": found}  # fmt: skip
 
@@ -287,7 +293,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
         f"{side} {over:.2f}{'!' if side != 'peer' and over > row['over_float_allowed'] else ''}"
         for side, over in row["over_float"].items()
     )
-    print(f"{row['what']:20} {row['model']:7} {row['mode']:6} x float (<= {row['over_float_allowed']:g}): {text}")
+    print(f"{row['what']:28} {row['model']:7} {row['mode']:6} x float (<= {row['over_float_allowed']:g}): {text}")
     sys.stdout.flush()
     return row
 
@@ -327,8 +333,9 @@ def main() -> None:
             for trained in (False, True):
                 keep(measure_steps(name, mode, options.repeats, options.threads, peer, trained))
             if not options.no_memory:
-                for apart, repeats in ((False, options.memory_repeats), (True, 1)):
-                    keep(measure_memory(name, mode, repeats, interpreter, apart))
+                for what in MEMORY:
+                    repeats = 1 if what == "peak memory in use" else options.memory_repeats
+                    keep(measure_memory(what, name, mode, repeats, interpreter))
     if peer is not None:
         peer.close()
 

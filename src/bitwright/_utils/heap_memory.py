@@ -22,14 +22,19 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_IN_HEAP = 32 << 20
 _AFTERWARDS = 2 * _LARGEST_IN_HEAP
 _NEVER = (1 << 31) - 1
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+_SETTINGS = ("trim_threshold", "mmap_threshold", "top_pad", "mmap_max")
+
+
+def _is_set_up() -> bool:
+    """Whether somebody has chosen for this process when the heap grows and shrinks."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables for name in _SETTINGS)
 
 
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
     """The function of glibc; None for other C libraries, and where somebody has set up glibc for this process."""
-    chosen = any(name in os.environ for name in _SETTINGS) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or os.environ.get("BITWRIGHT_IDLE_MEGABYTES") == "0":
+    if _is_set_up() or os.environ.get("BITWRIGHT_IDLE_MEGABYTES") == "0":
         return None
     try:
         library = ctypes.CDLL(None)

@@ -74,3 +74,10 @@ def test_what_somebody_has_set_stays(setting: dict[str, str], monkeypatch: pytes
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
     assert heap_memory._mallopt.__wrapped__() is None
+
+
+@glibc_only
+def test_other_settings_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache for each thread, which saves memory, the heap is kept as with it."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+    assert heap_memory._mallopt.__wrapped__() is not None
