@@ -217,6 +217,8 @@ def spell_out_batch_norms(program: ExportedProgram) -> None:
             y = x
             for op, value in ((aten.mul.Tensor, factor), (aten.add.Tensor, shift)):
                 y = call(program.graph, op, y, constant(program, read[2], value.float().view(shape)))
+            if y.meta["val"].dtype != x.meta["val"].dtype:  # x in half precision, the constants are not
+                y = call(program.graph, aten._to_copy.default, y, dtype=x.meta["val"].dtype)
         node.replace_all_uses_with(y)
         program.graph.erase_node(node)
         y._rename(node.name)
