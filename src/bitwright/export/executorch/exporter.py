@@ -29,6 +29,7 @@ from .graph import (
     spell_out_gelu,
     spell_out_prelu,
 )
+from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .runtime import check, largest_inputs
 from .weights import dense_weight, int8_weight
@@ -121,6 +122,7 @@ def _program(
     program = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
     check_convolutions(program.graph_module)
     slices_for_splits(program.graph_module)
+    sum_in_float32(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
     spell_out_batch_norms(program)
