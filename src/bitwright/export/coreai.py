@@ -17,6 +17,7 @@ from bitwright.common import ExportBackend
 from .averages import average_in_order
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
 from .extras import require
+from .widened import half_result, widen
 
 __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
 
@@ -106,8 +107,36 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     with converting("torch.export"):
         program = program.run_decompositions(coreai_torch.get_decomp_table())
     refuse_missing("coreai-torch", _missing(program))
+    _widen_halves(program.graph_module)
     _keep_products_apart(program)
     return program
+
+
+def _widen_halves(module: torch.fx.GraphModule) -> None:
+    """Let batch norms of halves compute in float32, and fill bfloat16 tensors in float32, in place.
+
+    coreai-torch computes both that way, but then finds that the types of their results are not PyTorch's.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        if half_result(node) is not None:
+            widen(module.graph, node)
+    for node in module.graph.find_nodes(op="call_function", target=aten.full.default):
+        if node.meta["val"].dtype == torch.bfloat16:
+            _fill_in_float32(module.graph, node)
+    module.recompile()
+
+
+def _fill_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Let a tensor be filled in float32, and cast."""
+    name = node.name
+    with graph.inserting_after(node):
+        rounded = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": node.meta["val"].dtype})
+    rounded.meta = dict(node.meta)
+    node.kwargs, node.meta = {**node.kwargs, "dtype": torch.float32}, {**node.meta, "val": node.meta["val"].float()}
+    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
+    node._rename(f"{name}_float32")
+    rounded._rename(name)  # the program's signature calls outputs by it
 
 
 def _keep_products_apart(program: torch.export.ExportedProgram) -> None:

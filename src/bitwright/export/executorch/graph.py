@@ -13,10 +13,11 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from bitwright.export.widened import call
+
 __all__ = [
     "DEQUANTIZE",
     "DEQUANTIZE_CHANNELS",
-    "call",
     "check_convolutions",
     "constant",
     "dequantize_for_each_reader",
@@ -284,11 +285,3 @@ def constant(program: ExportedProgram, place: fx.Node, value: torch.Tensor) -> f
 def op_name(node: fx.Node) -> str:
     """The name of an op, like ``aten::linear``; empty for other nodes."""
     return str(getattr(node.target, "name", str)()) if node.op == "call_function" else ""
-
-
-def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call, with the shape that it gives."""
-    node = graph.call_function(target, args, kwargs)
-    shapes: Any = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-    node.meta["val"] = target(*shapes[0], **shapes[1])
-    return node

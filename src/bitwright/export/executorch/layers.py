@@ -11,8 +11,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bitwright.export.widened import call
+
 from .activations import DynamicActivation
-from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, call, constant, has_scales_of_inputs, op_name
+from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, constant, has_scales_of_inputs, op_name
 
 __all__ = ["lower_dynamic_activations", "multiply_by_codes", "products_as_layers"]
 

@@ -1,0 +1,69 @@
+"""Operators of exported programs that compute in float32 between casts, on tensors in half precision."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["HALVES", "call", "cast", "half_result", "widen"]
+
+HALVES = (torch.float16, torch.bfloat16)
+"""The types in half precision."""
+
+
+def half_result(node: fx.Node) -> torch.Tensor | None:
+    """Return the first result in half precision; None where there is none."""
+    value = node.meta.get("val")
+    results = value if isinstance(value, tuple | list) else (value,)
+    return next((one for one in results if isinstance(one, torch.Tensor) and one.dtype in HALVES), None)
+
+
+def widen(graph: fx.Graph, node: fx.Node) -> None:
+    """Let an operator compute in float32, and round each of its results once."""
+    before = node.meta["val"]
+
+    def wide(operand: fx.Node) -> fx.Node:
+        value = operand.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in HALVES:
+            return operand
+        return cast(graph, operand, torch.float32)
+
+    target: Any = node.target
+    with graph.inserting_before(node):
+        arguments = fx.map_arg((node.args, node.kwargs), wide)
+        widened = call(graph, target, *arguments[0], **arguments[1])
+        widened.meta = {**node.meta, "val": widened.meta["val"]}
+    if isinstance(before, torch.Tensor):
+        _narrow(graph, widened, node, before.dtype)
+    else:
+        for part in list(node.users):
+            with graph.inserting_before(node):
+                piece = call(graph, operator.getitem, widened, part.args[1])
+            _narrow(graph, piece, part, part.meta["val"].dtype)
+    graph.erase_node(node)
+
+
+def _narrow(graph: fx.Graph, wide: fx.Node, node: fx.Node, dtype: torch.dtype) -> None:
+    """Let all that reads a node read this one, rounded to the node's type."""
+    with graph.inserting_after(wide):
+        rounded = wide if wide.meta["val"].dtype == dtype else cast(graph, wide, dtype)
+    node.replace_all_uses_with(rounded)
+    if wide is not node and node.target is operator.getitem:
+        graph.erase_node(node)
+    rounded._rename(node.name)  # the program's signature calls outputs by it
+
+
+def cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a cast."""
+    return call(graph, torch.ops.aten._to_copy.default, value, dtype=dtype)
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call, with the shape that it gives."""
+    node = graph.call_function(target, args, kwargs)
+    shapes: Any = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    node.meta["val"] = target(*shapes[0], **shapes[1])
+    return node

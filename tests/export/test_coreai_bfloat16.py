@@ -1,0 +1,71 @@
+"""Core AI models of operators whose results coreai-torch makes in float32 where PyTorch makes halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("coreai_torch")
+
+from bitwright.export.coreai import export_coreai, run_coreai
+from bitwright.export.operators import check_operators
+from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
+
+
+class Filled(nn.Module):
+    """A layer, a constant that is filled in, which is returned too, and zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 16)
+
+    def forward(self, x):
+        filled = torch.full((16,), 0.3, dtype=x.dtype)
+        return self.layer(x) + filled + x.new_zeros(16), filled
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer begins with zeros of the model's type."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 16)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def _convolutions():
+    norms = [nn.BatchNorm2d(8), nn.BatchNorm2d(8)]
+    for norm in norms:
+        norm.running_mean.normal_(0, 0.1)
+        norm.running_var.uniform_(0.5, 1.5)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), norms[1], nn.Conv2d(8, 4, 3))
+
+
+NETWORKS = {
+    "batch norms": lambda: (_convolutions(), torch.randn(2, 3, 8, 8)),
+    "filled": lambda: (Filled(), torch.randn(4, 32)),
+    "recurrent": lambda: (Recurrent(), torch.randn(5, 32)),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_models_in_half_precision(kind, dtype, mode, tmp_path):
+    """The plan has nothing to say, and the runtime computes what the model does."""
+    torch.manual_seed(0)
+    model, x = NETWORKS[kind]()
+    model, x = model.eval().to(dtype), x.to(dtype)
+    assert not check_operators(model, "coreai", (x,))
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode)).prepare((x,)).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel")
+    with torch.no_grad():
+        expected = ready(x)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for one, found in zip(expected, run_coreai(path, (x,)), strict=True):
+        assert found.dtype == dtype
+        assert sqnr(one.float(), found.float()) > 40
