@@ -178,6 +178,8 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
+        # A model that is cast after it was prepared has activations of its new type from then on.
+        self._compute_dtype_for_export = fn(torch.empty(0, dtype=self._compute_dtype_for_export)).dtype
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
