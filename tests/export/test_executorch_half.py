@@ -10,6 +10,7 @@ from torch import nn
 
 pytest.importorskip("executorch")
 
+from bitwright.export.capabilities import check_plan
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.measures import sqnr
@@ -90,3 +91,19 @@ def test_batch_norms_that_follow_no_layer(preset, dtype, tmp_path):
     with torch.no_grad():
         assert found.dtype == dtype
         assert sqnr(ready(x).float(), found.float()) > (40 if dtype == torch.bfloat16 else 60)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plans_say_what_would_pack_the_weights_of_halves(dtype):
+    """Int8 weights are dense because of the model's type, and would be packed in float32; others would not."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype), torch.randn(2, 64, dtype=dtype)
+    told = {}
+    for preset in ("w8", "w4_per_block"):
+        config = getattr(QuantizerConfig.presets, preset)(execution_mode="eager")
+        told[preset] = [problem.message for problem in check_plan(Quantizer(model, config).plan((x,)), "executorch")]
+    assert len(told["w8"]) == len(told["w4_per_block"]) == 2
+    assert all("stores it dense" in message for messages in told.values() for message in messages)
+    assert all("convert the model to float32 before" in message for message in told["w8"])
+    assert not any("float32" in message for message in told["w4_per_block"])
+    wide = Quantizer(model.float(), QuantizerConfig.presets.w8(execution_mode="eager")).plan((x.float(),))
+    assert not check_plan(wide, "executorch")

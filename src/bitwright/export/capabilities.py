@@ -182,16 +182,15 @@ def _coreml_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
 
 
 def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
-    from .executorch import stays_int8
+    from .executorch.weights import fits_int8, stays_int8
 
     if len(tensor.shape) > 4:
         return Support(Form.REFUSED, "ExecuTorch has no kernels for convolutions in three dimensions")
-    packed = stays_int8(tensor)
-    return (
-        Support(Form.PACKED)
-        if packed
-        else Support(Form.DENSE, "it packs symmetric signed integers, per tensor or channel; in convolutions int8")
-    )
+    if stays_int8(tensor):
+        return Support(Form.PACKED)
+    if fits_int8(tensor):
+        return Support(Form.DENSE, "it packs weights of models in float32; convert the model to float32 before")
+    return Support(Form.DENSE, "it packs symmetric signed integers, per tensor or channel; in convolutions int8")
 
 
 def _compressed_tensors_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:

@@ -9,18 +9,23 @@ from torch import nn
 
 from bitwright.artifact import CompressedTensor, QuantizedTensor
 
-__all__ = ["dense_weight", "int8_weight", "stays_int8"]
+__all__ = ["dense_weight", "fits_int8", "int8_weight", "stays_int8"]
 
 _LOW, _HIGH = -128, 127
 _SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
 
 def stays_int8(tensor: CompressedTensor[Any]) -> TypeGuard[QuantizedTensor]:
-    """Whether a weight is written as codes of a byte: symmetric signed integers, one scale, or one for each channel.
+    """Whether a weight is written as codes of a byte, which takes a model in float32."""
+    return fits_int8(tensor) and tensor.dtype == torch.float32
+
+
+def fits_int8(tensor: CompressedTensor[Any]) -> bool:
+    """Whether a weight has codes of a byte in XNNPACK: symmetric signed integers, one scale, or one for each channel.
 
     Fewer than 8 bits only in matrices: XNNPACK convolves floats with dense weights, but not with codes.
     """
-    if not isinstance(tensor, QuantizedTensor) or tensor.is_sparse or tensor.dtype != torch.float32:
+    if not isinstance(tensor, QuantizedTensor) or tensor.is_sparse:
         return False
     layout = tensor.layout
     axes = [dim for dim, count in enumerate(layout.counts) if count > 1]
