@@ -85,3 +85,34 @@ def test_weights_in_blocks_are_not_multiplied_with_rounded_activations(dtype, tm
     found = run_onnx(export_onnx(ready, (x,), tmp_path / "m.onnx"), (x,))[0]
     with torch.no_grad():
         assert sqnr(ready(x).float(), found.float()) > 60
+
+
+class _BatchFirst(nn.Module):
+    """Layers that move the batch behind the sequence, and multiply by weights there."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = getattr(nn, kind)(32, 32, batch_first=True) if kind != "Linear" else nn.Linear(32, 32)
+        self.head, self.kind = nn.Linear(32, 4), kind
+
+    def forward(self, x):
+        if self.kind == "Linear":
+            return self.head(self.layer(x.transpose(0, 1)) * 0.5).permute(1, 2, 0)
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GRU", "LSTM", "RNN"])
+@pytest.mark.parametrize("sizes", [None, ({0: torch.export.Dim.DYNAMIC},)])
+def test_batches_are_moved_behind_a_barrier(kind, sizes, tmp_path):
+    """ONNX Runtime 1.31 ends the process when it fuses such a move with a product of float16 matrices."""
+    torch.manual_seed(0)
+    model, x = _BatchFirst(kind), torch.randn(2, 6, 32).half()
+    ready = _prepared(model, x, QuantizerConfig.presets.w8(execution_mode="eager"))
+    path = export_onnx(ready, (x,), tmp_path / "m.onnx", dynamic_shapes=sizes)
+    nodes = onnx.load(str(path)).graph.node
+    moved = {n.output[0] for n in nodes for a in n.attribute if n.op_type == "Transpose" and list(a.ints) == [1, 0, 2]}
+    assert moved
+    assert not any(n.op_type in ("MatMul", "Mul", "Cast") and n.input[0] in moved for n in nodes)
+    for inputs in (x,) if sizes is None else (x, torch.randn(3, 6, 32).half()):
+        with torch.no_grad():
+            assert sqnr(ready(inputs).float(), run_onnx(path, (inputs,))[0].float()) > 50

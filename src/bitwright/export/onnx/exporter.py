@@ -19,7 +19,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .activations import activation_opset, build_activation, has_nodes
 from .averages import average_in_order
 from .builder import NodeBuilder, replace_value
-from .fusion import keep_all_apart, keep_misfits_apart
+from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
 from .half import compute_in_float32
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
@@ -105,6 +105,7 @@ def export_onnx(
         compute_in_float32(program.model, "bfloat16")
     if bool(lowered.activations) if float16_kernels is None else not float16_kernels:
         compute_in_float32(program.model, "float16")
+    keep_moved_batches_apart(program.model.graph)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
     if int4 == "matmul_nbits":

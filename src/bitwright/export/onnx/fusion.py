@@ -10,6 +10,8 @@ Between quantized activations it rounds weights that are floats, or that it can 
 bits of its own choice. What is computed beforehand passes through a maximum, so there the activation gets one.
 
 The integer kernels round biases; see ``products``. Where no operator shall compute on codes, nothing at all is fused.
+
+Products of float16 matrices fuse with a transposition that moves the batch, and ONNX Runtime 1.31 ends the process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ import numpy as np
 
 from bitwright.export.extras import require
 
-__all__ = ["fits_integer_kernel", "keep_all_apart", "keep_apart", "keep_misfits_apart", "quantized_by"]
+__all__ = [
+    "fits_integer_kernel",
+    "keep_all_apart",
+    "keep_apart",
+    "keep_misfits_apart",
+    "keep_moved_batches_apart",
+    "quantized_by",
+]
+
+# The product itself, and what fuses with it first.
+_PRODUCT_OR_FACTOR = ("Cast", "Div", "MatMul", "Mul")
 
 
 def keep_all_apart(graph: Any) -> None:
@@ -44,6 +56,27 @@ def keep_misfits_apart(graph: Any) -> None:
     for node in list(graph):
         if node.op_type == "DequantizeLinear":
             _put_barrier(graph, node, [use for use in node.outputs[0].uses() if _misfit(node, use.node, use.idx)])
+
+
+def keep_moved_batches_apart(graph: Any) -> None:
+    """Put a barrier between products of float16 matrices and transpositions that move the batch behind the rows.
+
+    Such come with recurrent layers and attention that take the batch first.
+
+    Args:
+        graph: an ``onnx_ir.Graph``; changed in place.
+    """
+    for node in list(graph):
+        value = node.outputs[0]
+        if node.op_type == "Transpose" and str(value.dtype) == "FLOAT16" and _moves_batch(node):
+            _put_barrier(graph, node, [use for use in value.uses() if use.node.op_type in _PRODUCT_OR_FACTOR])
+
+
+def _moves_batch(transpose: Any) -> bool:
+    """Whether the first dimension becomes the last but one or the last, and the others keep their order."""
+    order = list(transpose.attributes["perm"].value) if "perm" in transpose.attributes else []
+    rest = list(range(1, len(order)))
+    return len(order) >= 3 and order in ([*rest[:-1], 0, rest[-1]], [*rest, 0])
 
 
 def keep_apart(graph: Any, node: Any, user: Any) -> None:
