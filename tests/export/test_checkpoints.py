@@ -222,3 +222,15 @@ def test_palettes_are_refused_by_both(tmp_path):
     pytest.importorskip("gguf")
     with pytest.raises(ValueError, match="look-up tables"):
         export_gguf(ready, tmp_path / "b")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_scales_that_the_type_does_not_hold_are_told(early, tmp_path, caplog):
+    """A model that is cast before it is prepared has scales of its type; later they have to be rounded."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 32)).eval(), torch.randn(2, 64)
+    if early:
+        model, x = model.half(), x.half()
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).half()
+    export_compressed_tensors(ready, tmp_path / "c")
+    assert ("rounded to the type of the model" in caplog.text) is not early

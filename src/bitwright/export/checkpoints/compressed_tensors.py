@@ -39,7 +39,8 @@ def export_compressed_tensors(
     """Write the weights of a prepared model as a compressed-tensors checkpoint.
 
     Linear weights in integers of 1 to 8 bits become ``pack-quantized``, in FP8 (e4m3) ``float-quantized`` and in FP4
-    with power-of-two scales ``mxfp4-pack-quantized``. What those decode to is what the prepared model computes.
+    with power-of-two scales ``mxfp4-pack-quantized``. What those decode to is what the prepared model computes. Scales
+    have the type of their weight; if a model was cast after it was prepared they are rounded, and a warning is logged.
 
     Args:
         model: prepared, weights only. Not changed.
@@ -68,6 +69,7 @@ def export_compressed_tensors(
     tensors: dict[str, torch.Tensor] = {}
     schemes: dict[str, _Scheme] = {}
     refused: list[str] = []
+    rounded: list[str] = []
     for name in artifact:
         tensor = artifact[name]
         problem = unsupported_weight(tensor, name in linear)
@@ -77,12 +79,21 @@ def export_compressed_tensors(
             tensors[name] = tensor.decode()
             continue
         scheme, form, parts = _entry(tensor)
+        if form != "mxfp4-pack-quantized" and not torch.equal(tensor.scale().to(tensor.dtype).float(), tensor.scale()):
+            rounded.append(name)
         path = name.removesuffix(".weight") if "." in name else ""
         tensors |= {f"{path}.{part}" if path else part: value for part, value in parts.items()}
         schemes.setdefault(_key(scheme, form), (scheme, form, []))[2].append(path)
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"compressed-tensors cannot hold these weights (allow_dense=True keeps them dense):\n{listed}")
+    if rounded:
+        _logger.warning(
+            "The scales of %d weights, such as %r, were rounded to the type of the model, which does not hold them. "
+            "Cast the model before it is prepared.",
+            len(rounded),
+            rounded[0],
+        )
     _join_groups(schemes, tensors)
     if len(schemes) > 1:
         _logger.warning(
