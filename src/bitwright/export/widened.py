@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["HALVES", "call", "cast", "half_result", "widen"]
+__all__ = ["call", "half_result", "widen"]
 
-HALVES = (torch.float16, torch.bfloat16)
-"""The types in half precision."""
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def half_result(node: fx.Node) -> torch.Tensor | None:
     """Return the first result in half precision; None where there is none."""
     value = node.meta.get("val")
     results = value if isinstance(value, tuple | list) else (value,)
-    return next((one for one in results if isinstance(one, torch.Tensor) and one.dtype in HALVES), None)
+    return next((one for one in results if isinstance(one, torch.Tensor) and one.dtype in _HALVES), None)
 
 
 def widen(graph: fx.Graph, node: fx.Node) -> None:
@@ -27,9 +26,9 @@ def widen(graph: fx.Graph, node: fx.Node) -> None:
 
     def wide(operand: fx.Node) -> fx.Node:
         value = operand.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in HALVES:
+        if not isinstance(value, torch.Tensor) or value.dtype not in _HALVES:
             return operand
-        return cast(graph, operand, torch.float32)
+        return _cast(graph, operand, torch.float32)
 
     target: Any = node.target
     with graph.inserting_before(node):
@@ -49,14 +48,14 @@ def widen(graph: fx.Graph, node: fx.Node) -> None:
 def _narrow(graph: fx.Graph, wide: fx.Node, node: fx.Node, dtype: torch.dtype) -> None:
     """Let all that reads a node read this one, rounded to the node's type."""
     with graph.inserting_after(wide):
-        rounded = wide if wide.meta["val"].dtype == dtype else cast(graph, wide, dtype)
+        rounded = wide if wide.meta["val"].dtype == dtype else _cast(graph, wide, dtype)
     node.replace_all_uses_with(rounded)
-    if wide is not node and node.target is operator.getitem:
+    if node.target is operator.getitem:
         graph.erase_node(node)
     rounded._rename(node.name)  # the program's signature calls outputs by it
 
 
-def cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Insert a cast."""
     return call(graph, torch.ops.aten._to_copy.default, value, dtype=dtype)
 

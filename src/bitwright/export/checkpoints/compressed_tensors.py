@@ -87,20 +87,8 @@ def export_compressed_tensors(
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"compressed-tensors cannot hold these weights (allow_dense=True keeps them dense):\n{listed}")
-    if rounded:
-        _logger.warning(
-            "The scales of %d weights, such as %r, were rounded to the type of the model, which does not hold them. "
-            "Cast the model before it is prepared.",
-            len(rounded),
-            rounded[0],
-        )
     _join_groups(schemes, tensors)
-    if len(schemes) > 1:
-        _logger.warning(
-            "The checkpoint has %d schemes. transformers decompresses all layers by one of them when it is told "
-            "run_compressed=False; with run_compressed=True, and in vLLM, each layer has its own.",
-            len(schemes),
-        )
+    _warn(rounded, len(schemes))
     for alias, name in artifact.aliases.items():
         tensors.update(_aliased(alias, name, tensors))
     folder = Path(directory)
@@ -112,6 +100,23 @@ def export_compressed_tensors(
     described["quantization_config"] = _quantization_config(list(schemes.values()), ignored)
     (folder / "config.json").write_text(json.dumps(described, indent=2))
     return folder
+
+
+def _warn(rounded: list[str], schemes: int) -> None:
+    """Log that scales were rounded, and that layers have several schemes."""
+    if rounded:
+        _logger.warning(
+            "The scales of %d weights, such as %r, were rounded to the type of the model, which does not hold them. "
+            "Cast the model before it is prepared.",
+            len(rounded),
+            rounded[0],
+        )
+    if schemes > 1:
+        _logger.warning(
+            "The checkpoint has %d schemes. transformers decompresses all layers by one of them when it is told "
+            "run_compressed=False; with run_compressed=True, and in vLLM, each layer has its own.",
+            schemes,
+        )
 
 
 def _join_groups(schemes: dict[str, _Scheme], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -24,13 +24,11 @@ _SUMS = {
         "lstm", "gru", "rnn_tanh", "rnn_relu", "gelu",
     )
 }  # fmt: skip
+# What XNNPACK computes on float16.
 _LAYERS = {
     f"aten::{name}"
-    for name in (
-        "linear", "conv1d", "conv2d", "convolution", "conv_transpose1d", "conv_transpose2d",
-    )
+    for name in ("linear", "conv1d", "conv2d", "convolution", "conv_transpose1d", "conv_transpose2d")
 }  # fmt: skip
-"""What XNNPACK computes on float16."""
 
 
 def sum_in_float32(module: fx.GraphModule) -> None:

@@ -35,6 +35,7 @@ _WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _backward_task = torch._C._current_graph_task_id
 _increment_version = torch._C._increment_version
 _grad_enabled = torch.is_grad_enabled
+_STATE = ("running_min", "running_max", "scale", "zero_point", "minval")
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
 
 
@@ -161,8 +162,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     observer, fake_quant, off = switches
     version = simulator._seen_version
     buffers, progress, modules = calculator._buffers, calculator._progress, calculator._modules
-    names = ("running_min", "running_max", "scale", "zero_point", "minval")
-    running_min, running_max, scale, zero_point, minval = (buffers[name] for name in names)
+    running_min, running_max, scale, zero_point, minval = (buffers[name] for name in _STATE)
     made = scale, zero_point, minval
     options = _observation(calculator)
     ready, average = _ready(simulator, tensor, made, **options), options["averaging_constant"]
@@ -172,7 +172,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     settings = calculator.__dict__
     initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
-    state = [(name, t, t.data_ptr()) for name, t in zip(names, (running_min, running_max, *made), strict=True)
+    state = [(name, t, t.data_ptr()) for name, t in zip(_STATE, (running_min, running_max, *made), strict=True)
              if t is not None]  # fmt: skip
     written = [t for _, t, _ in state]
 
