@@ -245,6 +245,16 @@ def test_empty_tensors_pass_through_and_leave_no_trace(calculator: str, shape: t
     assert found(x).shape == shape
 
 
+@pytest.mark.parametrize("calculator", ["static", "moving_average"])
+def test_an_empty_tensor_needs_no_scale(calculator: str) -> None:
+    found = fake_quantizer(qparam_calculator_cls=calculator)
+    found.disable_observer()
+    x = torch.empty(0, 4)
+    assert found(x) is x
+    with pytest.raises(RuntimeError, match="has seen no tensor"):
+        found(torch.randn(2, 4))
+
+
 @pytest.mark.parametrize("calculator", ["static", "moving_average", "global_minmax"])
 def test_per_tensor_observers_take_tensors_of_any_rank(calculator: str) -> None:
     found = fake_quantizer(qparam_calculator_cls=calculator)

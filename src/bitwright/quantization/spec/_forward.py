@@ -140,7 +140,7 @@ class FakeQuantizeForward(SwitchedModule):
                 return y
             if tracing or tensor.numel():
                 qparams = self._observe(tensor, calculator)
-        elif self._fake_quant_on:
+        elif self._fake_quant_on and (tracing or tensor.numel()):
             qparams = self._stored(calculator)
         if qparams is None or not self._fake_quant_on:
             return tensor
