@@ -50,30 +50,11 @@ _WEIGHT_AXES: Mapping[str, WeightAxes] = MappingProxyType(
     }
 )
 
-_ELEMENTWISE = frozenset({"add", "sub", "rsub", "mul", "div", "mean", "std", "var", "var_mean", "std_mean", "pow"})
-
-# These combine or move numbers without reading any of them as a weight, as learned queries and tokens are read.
-_MOVING = frozenset(
-    {
-        "cat",
-        "stack",
-        "split",
-        "chunk",
-        "unbind",
-        "flatten",
-        "interpolate",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "repeat",
-    }
-    | {"unsqueeze", "squeeze", "select", "slice", "narrow", "__getitem__", "index_select", "clone", "contiguous"}
-    | {"to", "_to_copy", "type_as", "roll", "flip", "where", "dropout"}
-)
-
 # Matrix products, with the position of the second factor. A factor of shape (..., in, out) has its channels last.
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"matmul": 1, "mm": 1, "bmm": 1, "grouped_mm": 1, "baddbmm": 2})
 _EXPERTS = frozenset({"grouped_mm", "bmm", "baddbmm"})
+# Ops that multiply matrices; all others move or combine numbers, as learned tokens and tables of positions are read.
+_CONTRACTIONS = frozenset({"einsum", *_PRODUCTS, *_WEIGHT_AXES})
 
 # Ops whose weights carry module-specific names: the role "weight" finds them, their attribute names do too.
 ROLE_NAMED_OPS = frozenset({"multi_head_attention_forward", *_RNNS})
@@ -216,8 +197,8 @@ def _axes_in(state: StateTensor, use: Argument, products: bool) -> WeightAxes | 
 
 
 def is_elementwise(state: StateTensor) -> bool:
-    """True for a state that ops move, or combine with activations number by number, if at all, and never contract."""
-    return all(canonical_name(use.op.type) in _ELEMENTWISE | _MOVING for use in (*state.uses, *state.views))
+    """True for a state that ops move, normalise or combine with activations, if at all, and never contract."""
+    return all(canonical_name(use.op.type) not in _CONTRACTIONS for use in (*state.uses, *state.views))
 
 
 def is_elementwise_gain(state: StateTensor) -> bool:
