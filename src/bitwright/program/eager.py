@@ -25,6 +25,8 @@ from .signatures import argument_names
 
 __all__ = ["trace_eager"]
 
+_in_transform = torch._C._are_functorch_transforms_active
+
 
 def trace_eager(
     model: nn.Module,
@@ -107,7 +109,7 @@ class _Tracer:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
         path = self.paths[id(module)]
         first = path not in self.visited
-        frame = _Frame(path, first or self.every_call)
+        frame = _Frame(path, (first or self.every_call) and not _in_transform())
         self.visited.add(path)
         if path in self.calls:
             self.calls[path].times += 1
@@ -115,7 +117,7 @@ class _Tracer:
             if self.frames and self.frames[-1].recording:
                 self.frames[-1].call.children.append(path)
             self.calls[path] = frame.call
-        if frame.recording or (self.frames and self.frames[-1].recording):
+        if self._shows(frame, self.frames):
             kind = ValueKind.INPUT if not self.frames else ValueKind.OTHER
             for name, leaf in _flat_arguments(module, args, kwargs):
                 frame.call.input_names.append(name)
@@ -124,12 +126,17 @@ class _Tracer:
         return frame
 
     def leave(self, frame: _Frame, output: Any) -> None:
-        if not frame.recording and (not self.frames or not self.frames[-1].recording):
+        if not self._shows(frame, self.frames):
             return
         if self.calls[frame.path] is not frame.call:
             self.calls[frame.path].repeats.append(frame.call)
         for index, leaf in enumerate(tree_leaves(output)):
             frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
+
+    @staticmethod
+    def _shows(frame: _Frame, callers: Sequence[_Frame]) -> bool:
+        """Whether what crosses a module's boundary is recorded; inside ``torch.vmap`` it has no numbers to look at."""
+        return (frame.recording or (bool(callers) and callers[-1].recording)) and not _in_transform()
 
     def record(
         self,
@@ -256,7 +263,7 @@ class _RecordingMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _TRANSPOSES:
             name = func.__self__.__name__  # type: ignore[attr-defined]
-        if not frames or not frames[-1].recording or name in _NOT_OPS:
+        if not frames or not frames[-1].recording or name in _NOT_OPS or _in_transform():
             return func(*args, **kwargs)
         written_in = calling_code()
         return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs), name, written_in)

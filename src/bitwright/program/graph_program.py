@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec
+from torch._C._functorch import is_batchedtensor
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from .aten_names import op_spellings, schema_names
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
@@ -96,7 +97,7 @@ class _Builder:
 
     def _add_op(self, node: fx.Node) -> None:
         result = node.meta.get("val")
-        if not _has_tensor(result):
+        if not _has_tensor(result) or _is_inside_vmap(result):
             return
         kind, *aliases = op_spellings(node)
         op = Op(node.name, kind, node.target, self._stack(node), node.name, aliases=tuple(aliases), handle=node)  # type: ignore[arg-type]
@@ -193,6 +194,11 @@ def _has_tensor(result: Any) -> bool:
     if isinstance(result, (list, tuple)):
         return any(map(_has_tensor, result))
     return isinstance(result, torch.Tensor)
+
+
+def _is_inside_vmap(result: Any) -> bool:
+    """Whether a result stands for one of a batch, which no simulator can look at by itself."""
+    return any(isinstance(leaf, torch.Tensor) and is_batchedtensor(leaf) for leaf in tree_leaves(result))
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

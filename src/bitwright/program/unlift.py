@@ -25,6 +25,7 @@ _STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _SPECIALISED = 2
 _UNLIMITED = 2**62
 _TRACE_ASSERTS = ("aten::_assert_tensor_metadata",)
+_TRANSFORMS = "torch._functorch.predispatch"
 
 
 def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
@@ -163,8 +164,13 @@ def _drop_trace_asserts(graph: fx.Graph) -> None:
 
 def _drop_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+        if not node.users and node.op not in ("placeholder", "output") and not _has_effect(node):
             graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node does something besides its result; entering and leaving ``torch.vmap`` and its like do, too."""
+    return node.is_impure() or getattr(node.target, "__module__", None) == _TRANSFORMS
 
 
 def _input_check(exported: ExportedProgram, graph: fx.Graph) -> InputCheck | None:

@@ -272,6 +272,8 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
             "It came while torch.export captured the model: some models take another path there, for example add an "
             "attention mask that they make for export only. To have one path, pass the mask as an input in both."
         )
+    elif torch._C._are_functorch_transforms_active():
+        remedy = "It runs inside torch.vmap or its like, where no simulator sees whole tensors; in a loop it would."
     warnings.warn(
         f"The call {name!r} was not seen while preparing, so it runs unquantized. {remedy}",
         UnplannedCallWarning,
