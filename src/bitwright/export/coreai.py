@@ -16,6 +16,7 @@ from bitwright.common import ExportBackend
 
 from .averages import average_in_order
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
+from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .extras import require
 from .widened import half_result, widen
 
@@ -105,8 +106,9 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     with converting("torch.export"):
-        program = program.run_decompositions(coreai_torch.get_decomp_table())
+        program = program.run_decompositions({**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC})
     refuse_missing("coreai-torch", _missing(program))
+    give_parameters(program.graph)
     _widen_halves(program.graph_module)
     _keep_products_apart(program)
     return program
