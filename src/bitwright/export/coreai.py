@@ -60,16 +60,14 @@ def export_coreai(
     target = Path(path)
     if target.exists():
         raise FileExistsError(f"{str(target)!r} exists already; give a path that does not.")
-    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    require("coreai_torch", "coreai", "Export to Core AI")
     finalized = finalized_copy(model, ExportBackend.CoreAI)
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     average_in_order(program)
     program = _decomposed(program)
     with converting("coreai-torch"):
         _name_palettes(program)
-        converter = coreai_torch.TorchConverter()
-        converter.add_exported_program(program)
-        converted = converter.to_coreai()
+        converted = _converted(program)
         if hasattr(converted, "optimize"):
             converted.optimize()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,15 +85,24 @@ def check_coreai_operators(program: torch.export.ExportedProgram) -> None:
         MissingExtraError: the coreai extra is not installed.
         ConversionError: coreai-torch cannot take it; with a problem for each operator.
     """
-    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     program = _decomposed(program)
     for name, tensor in program.state_dict.items():
         if tensor.is_floating_point() and tensor.numel() >= _LARGE:
             program.state_dict[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     with converting("coreai-torch", OTHER_OPERATOR):
-        converter = coreai_torch.TorchConverter()
-        converter.add_exported_program(program)
-        converter.to_coreai()
+        _converted(program)
+
+
+def _converted(program: torch.export.ExportedProgram) -> Any:
+    """The program as coreai-torch's, which knows the numbers of its operations.
+
+    The converter's own default writes the lines of Python behind every operation into the file as well, with the paths
+    of the machine. In a recurrent layer, whose steps follow one another in the program, they are half of it.
+    """
+    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
+    converter.add_exported_program(program)
+    return converter.to_coreai()
 
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
