@@ -19,6 +19,9 @@ FP4_BLOCK = 32
 _FP4 = "float4_e2m1fn_x2"
 # Core AI's converter lacks 3 bits, although its ops know them.
 _PALETTE_BITS = (1, 2, 4, 6, 8)
+# The runtime decodes power-of-two scales through float16, and makes NaN of those that it does not hold.
+_SCALE_EXPONENTS = (-24, 15)
+_E8M0_BIAS = 127
 
 
 def coreai_layers() -> Any:
@@ -57,6 +60,12 @@ def unsupported_weight(tensor: CompressedTensor[Any]) -> str | None:
         )
     if tensor.layout.scale_dtype != "float8_e8m0fnu":
         return "Core AI holds FP4 weights with power-of-two scales (scale_dtype float8_e8m0fnu)"
+    if not _fits(_power_of_two_scale(tensor)):
+        low, high = _SCALE_EXPONENTS
+        return (
+            f"its runtime decodes scales of FP4 weights from 2**{low} to 2**{high}, and this weight has others. "
+            "Multiply it by a power of two in the float model, and divide what it computes"
+        )
     return None
 
 
@@ -85,10 +94,12 @@ def quantized_operands(tensor: QuantizedTensor) -> dict[str, Any]:
     fmt, dtype = layout.number_format, tensor.dtype
     exact = _exact_dtype(tensor)
     if fmt.kind == "float":
-        power_of_two = layout.scale_dtype == "float8_e8m0fnu"
         data = _packed_fp4(codes) if fmt.name == _FP4 else codes
-        scale = tensor.parts["scale"].view(torch.float8_e8m0fnu) if power_of_two else tensor.scale().to(exact)
-        return {"input": data, "scale": scale, "output_dtype": dtype if power_of_two else None}
+        if layout.scale_dtype == "float8_e8m0fnu":
+            scale = _power_of_two_scale(tensor)
+            if _fits(scale):
+                return {"input": data, "scale": scale.view(torch.float8_e8m0fnu), "output_dtype": dtype}
+        return {"input": data, "scale": tensor.scale().to(exact), "output_dtype": None}
     container = container_of(fmt.dtype)
     minval = tensor.minval()
     operands: dict[str, Any] = {"input": codes, "scale": tensor.scale().to(exact), "input_dtype": container}
@@ -101,6 +112,22 @@ def quantized_operands(tensor: QuantizedTensor) -> dict[str, Any]:
         operands["input"] = (codes.to(torch.int16) - shift).to(fmt.storage)
         operands["minval"] = minval.to(exact)
     return operands
+
+
+def _power_of_two_scale(tensor: QuantizedTensor) -> torch.Tensor:
+    """The bytes of e8m0 scales; where one is out of range and all codes of its block are zero, it is 1 instead."""
+    scale = tensor.parts["scale"].view(torch.uint8)
+    if _fits(scale):
+        return scale
+    blocks = [size for pair in zip(scale.shape, tensor.layout.block_size, strict=True) for size in pair]
+    largest = tensor.codes().float().abs().reshape(blocks).amax(list(range(1, len(blocks), 2)))
+    return torch.where(largest == 0, _E8M0_BIAS, scale)
+
+
+def _fits(scale: torch.Tensor) -> bool:
+    """Whether the runtime decodes all of these e8m0 scales."""
+    low, high = (_E8M0_BIAS + exponent for exponent in _SCALE_EXPONENTS)
+    return bool(((scale >= low) & (scale <= high)).all())
 
 
 def _exact_dtype(tensor: QuantizedTensor) -> torch.dtype:
