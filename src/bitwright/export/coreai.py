@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 
+from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
@@ -64,6 +65,7 @@ def export_coreai(
     finalized = finalized_copy(model, ExportBackend.CoreAI)
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     average_in_order(program)
+    zero_where_nothing_is_seen(program.graph_module)
     program = _decomposed(program)
     with converting("coreai-torch"):
         _name_palettes(program)

@@ -21,6 +21,7 @@ from bitwright.export.conversion import (
 from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
+from .attention import attention
 from .embedding_bags import embedding_bag
 
 __all__ = ["check_onnx_operators", "traced"]
@@ -67,7 +68,10 @@ def traced(
                 input_names=input_names,
                 output_names=output_names,
                 optimize=optimize,
-                custom_translation_table={torch.ops.aten.embedding_bag.padding_idx: embedding_bag},
+                custom_translation_table={
+                    torch.ops.aten.embedding_bag.padding_idx: embedding_bag,
+                    torch.ops.aten.scaled_dot_product_attention.default: attention(opset),
+                },
                 verbose=False,
             )
     except ConversionError:

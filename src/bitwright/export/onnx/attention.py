@@ -1,0 +1,61 @@
+"""Attention for torch's ONNX exporter, whose own translation averages all values where a mask leaves none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bitwright.export.extras import require
+
+__all__ = ["attention"]
+
+_BOOL, _INT32 = 9, 6
+
+
+def attention(opset: int | None) -> Callable[..., Any]:
+    """Return the translation of ``aten::scaled_dot_product_attention``.
+
+    Args:
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def scaled_dot_product_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        result = _torchs(opset)(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return result if attn_mask is None else _zero_where_nothing_is_seen(result, attn_mask)
+
+    return scaled_dot_product_attention
+
+
+def _zero_where_nothing_is_seen(result: Any, mask: Any) -> Any:
+    """Let queries that a mask hides all keys from have zeros, as in PyTorch: the padding in front of a short text.
+
+    torch 2.13 writes False as the lowest finite number, so that hidden keys count alike where there is no other, and a
+    row of negative infinities becomes NaN.
+    """
+    op = require("onnxscript", "onnx", "Export to ONNX").opset18
+    if mask.dtype == _BOOL:
+        seen = op.Cast(op.ReduceMax(op.Cast(mask, to=_INT32), [-1]), to=_BOOL)
+    else:
+        seen = op.Greater(op.ReduceMax(mask, [-1]), op.CastLike(float("-inf"), mask))
+    return op.Where(seen, result, op.CastLike(0.0, result))
+
+
+@functools.cache
+def _torchs(opset: int | None) -> Callable[..., Any]:
+    """torch's own translation for a version of the operator set."""
+    registry: Any = require("torch.onnx._internal.exporter._registration", "onnx", "Export to ONNX").ONNXRegistry
+    known = registry.from_torchlib() if opset is None else registry.from_torchlib(opset)
+    found: Callable[..., Any] = known.get_decomps(torch.ops.aten.scaled_dot_product_attention.default)[0].onnx_function
+    return found
