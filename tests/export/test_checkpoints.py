@@ -131,6 +131,41 @@ def test_what_compressed_tensors_lacks_is_refused_or_stored_dense(name, tmp_path
     assert all(torch.equal(stored[name], artifact.decode(name)) for name in dense)
 
 
+class Named(nn.Module):
+    """Linear ops on parameters whose names no linear layer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Parameter(torch.randn(32, 32) / 6)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        x = nn.functional.linear(x, self.project)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_weights_of_other_names_are_refused_or_stored_dense(mode, tmp_path):
+    """What is packed belongs to a layer's ``weight``: no loader looks for parts of anything else."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    every = ModuleQuantizerConfig(op_state_spec={"*": W8}, op_input_spec=None, op_output_spec=None)
+    quantizer = Quantizer(Named().eval(), QuantizerConfig(global_config=every, execution_mode=mode))
+    ready = quantizer.prepare((torch.randn(2, 3, 32),))
+    artifact = Artifact.from_model(ready)
+    assert {"project", "attention.in_proj_weight", "attention.out_proj.weight"} <= set(artifact.compressed)
+    with pytest.raises(ValueError, match="only weights of linear layers") as error:
+        export_compressed_tensors(ready, tmp_path / "no")
+    assert all(f"  {name}: only" in str(error.value) for name in ("project", "attention.in_proj_weight"))
+    assert "out_proj.weight" not in str(error.value)
+    folder = export_compressed_tensors(ready, tmp_path / "dense", allow_dense=True)
+    stored, state = load_file(folder / "model.safetensors"), read_compressed_tensors(folder)
+    assert torch.equal(stored["project"], artifact.decode("project"))
+    assert "attention.out_proj.weight_packed" in stored
+    assert all(torch.equal(state[name], artifact.decode(name)) for name in artifact.compressed)
+
+
 @pytest.mark.parametrize("export", [export_compressed_tensors, export_gguf])
 def test_quantized_activations_are_refused(export, tmp_path):
     if export is export_gguf:
