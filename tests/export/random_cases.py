@@ -21,7 +21,11 @@ from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagn
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 
-from .random_networks import NETWORKS, Assorted, ConvStack
+from .random_blocks import BLOCK_NETWORKS, Image
+from .random_networks import NETWORKS as WHOLE_NETWORKS
+from .random_networks import Assorted, ConvStack
+
+NETWORKS = [*WHOLE_NETWORKS, *BLOCK_NETWORKS]
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)]
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
@@ -50,7 +54,7 @@ class Case:
 
 def _granularity(rng, kind):
     roll = rng.random()
-    if kind in (ConvStack, Assorted):
+    if kind in (ConvStack, Assorted, Image):
         return PerChannelGranularity(axis=0) if roll < 0.6 else None
     if roll < 0.4:
         return PerChannelGranularity(axis=rng.choice([0, 0, 1]))
