@@ -76,6 +76,32 @@ def test_sums_of_halves_are_as_exact_as_pytorchs(kind, dtype, tmp_path):
         assert len(found) == 3
 
 
+class Turned(nn.Module):
+    """A layer on tokens whose dimensions were exchanged, as recurrent layers return them."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.layer = nn.Linear(32, 48, bias=bias)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_on_transposed_tokens_keep_xnnpack(bias, dtype, mode, tmp_path, caplog):
+    """In bfloat16 and graph mode XNNPACK's passes failed on them, so that the whole program did without it."""
+    torch.manual_seed(0)
+    model, x = Turned(bias).to(dtype), torch.randn(2, 3, 32).to(dtype)
+    ready = _prepared(model, x, mode=mode)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]
+    assert b"XnnpackBackend" in path.read_bytes()
+    with torch.no_grad():
+        assert sqnr(ready(x).float(), run_executorch(path, (x,))[0].float()) > 40
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("preset", ["w8", "w8a8"])
 def test_batch_norms_that_follow_no_layer(preset, dtype, tmp_path):

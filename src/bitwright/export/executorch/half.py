@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from bitwright.export.widened import half_result, widen
+from bitwright.export.widened import call, half_result, widen
 
 from .graph import op_name
 
@@ -41,5 +41,20 @@ def sum_in_float32(module: fx.GraphModule) -> None:
         name = op_name(node).partition(".")[0]
         value = half_result(node)
         if value is not None and (name in _SUMS or (name in _LAYERS and value.dtype == torch.bfloat16)):
+            if name == "aten::linear":
+                _lay_out(module.graph, node)
             widen(module.graph, node)
     module.recompile()
+
+
+def _lay_out(graph: fx.Graph, layer: fx.Node) -> None:
+    """Copy a transposed input into the order of its dimensions.
+
+    A cast keeps the order in memory, and on such an input a layer becomes a product of batches, for which XNNPACK's
+    passes look for a matrix.
+    """
+    x = layer.args[0]
+    if isinstance(x, fx.Node) and x.meta["val"].ndim > 2 and not x.meta["val"].is_contiguous():
+        with graph.inserting_before(layer):
+            ordered = call(graph, torch.ops.aten.clone.default, x, memory_format=torch.contiguous_format)
+        layer.args = (ordered, *layer.args[1:])
