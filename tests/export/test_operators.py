@@ -37,6 +37,17 @@ class Gammas(nn.Module):
         return torch.digamma(x)
 
 
+class Spectrum(nn.Module):
+    """Complex numbers on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.fft.rfft(self.linear(x)).abs()
+
+
 class Masked(nn.Module):
     """An embedding of the low bits of its input."""
 
@@ -75,6 +86,8 @@ LACKING = {
     ("coreai", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
     ("coreml", "two places"): (Gammas, (2, 8), "blocks.0", "lgamma"),
     ("onnx", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
+    ("executorch", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
+    ("executorch", "complex numbers"): (Spectrum, (2, 8), "the model itself", "complex64"),
     ("coreml", "circular padding"): (_circular, (2, 4, 6, 6), "1", "Pad mode"),
     ("coreml", "bits"): (Masked, None, "the model itself", "bitwise_and"),
 }
@@ -99,7 +112,7 @@ def test_named_in_the_plan_and_by_the_exporter(key, mode, tmp_path):
         TARGETS[key[0]].write(ready, inputs, tmp_path / f"m{TARGETS[key[0]].suffix}", {}, None)
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "executorch", "onnx"])
 def test_every_missing_operator_has_one_problem_with_its_places(target):
     _skip_without(target)
     first, second = check_operators(Gammas(), target, (torch.randn(2, 8),))
@@ -108,7 +121,7 @@ def test_every_missing_operator_has_one_problem_with_its_places(target):
     assert second.where == "the model itself"
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "executorch", "onnx"])
 def test_models_in_train_mode_with_state_are_left_as_they_were(target):
     """Dropout in train mode is no operator that the exporter meets: it writes models in eval mode."""
     _skip_without(target)
@@ -120,7 +133,7 @@ def test_models_in_train_mode_with_state_are_left_as_they_were(target):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "executorch", "onnx"])
 def test_the_weights_stay_and_nothing_is_printed(target, capfd):
     _skip_without(target)
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
@@ -138,7 +151,7 @@ def _converts(target, model, inputs, path):
     return True
 
 
-@pytest.mark.parametrize("target", ["coreai", "coreml", "onnx"])
+@pytest.mark.parametrize("target", ["coreai", "coreml", "executorch", "onnx"])
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_only_models_are_refused_that_the_exporter_refuses(target, count, tmp_path):
     """Both ways: what the plan accepts of a float model is written, what it refuses is not."""

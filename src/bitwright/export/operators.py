@@ -21,6 +21,7 @@ from bitwright.program.protect import preserved_state
 from .conversion import ConversionError, captured
 from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
+from .executorch import check_executorch_operators
 from .onnx.tracing import check_onnx_operators
 from .specimens import specimens
 from .targets import target_named
@@ -30,6 +31,7 @@ __all__ = ["check_operators"]
 
 _BY_PROGRAM: Mapping[str, Callable[[torch.export.ExportedProgram], None] | None] = {
     "coreai": check_coreai_operators,
+    "executorch": check_executorch_operators,
     "onnx": check_onnx_operators,
     "onnx-nbits": check_onnx_operators,
     "torch": None,

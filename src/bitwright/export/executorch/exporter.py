@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +14,14 @@ from torch import nn
 
 from bitwright.artifact import CompressedTensor
 from bitwright.artifact.sites import activation_simulators
-from bitwright.export.conversion import ConversionError, captured, converting
+from bitwright.export.conversion import (
+    OTHER_OPERATOR,
+    ConversionError,
+    captured,
+    converting,
+    module_path,
+    refuse_missing,
+)
 from bitwright.export.extras import require
 from bitwright.export.lowering import lower
 
@@ -31,10 +39,10 @@ from .graph import (
 )
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
-from .runtime import check, largest_inputs
+from .runtime import check, largest_inputs, load
 from .weights import dense_weight, int8_weight
 
-__all__ = ["export_executorch"]
+__all__ = ["check_executorch_operators", "export_executorch"]
 
 _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], dict[str, Any] | None]
 
@@ -77,10 +85,7 @@ def export_executorch(
         ConversionError: torch.export or ExecuTorch cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
-    require("executorch.exir", "executorch", "Export to ExecuTorch")
-    importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers the quantized_decomposed ops
-    # What XNNPACK leaves over runs on these kernels.
-    require("executorch.kernels.quantized", "executorch", "Export to ExecuTorch")
+    _require_executorch()
     simulators = list(activation_simulators(model).values())
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,12 +125,7 @@ def _program(
     calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
-    check_convolutions(program.graph_module)
-    slices_for_splits(program.graph_module)
-    sum_in_float32(program.graph_module)
-    spell_out_gelu(program.graph_module)
-    spell_out_prelu(program.graph_module)
-    spell_out_batch_norms(program)
+    _spell_out(program)
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)
@@ -133,6 +133,57 @@ def _program(
     lower_dynamic_activations(program, activations.dynamic)
     reshape_behind_attention(program.graph_module)
     return program, multiply_by_codes(program)
+
+
+def _spell_out(program: torch.export.ExportedProgram) -> None:
+    """Write with other operators what ExecuTorch lacks, or computes less exactly."""
+    check_convolutions(program.graph_module)
+    slices_for_splits(program.graph_module)
+    sum_in_float32(program.graph_module)
+    spell_out_gelu(program.graph_module)
+    spell_out_prelu(program.graph_module)
+    spell_out_batch_norms(program)
+
+
+def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
+    """Check that ExecuTorch lowers a captured float model without XNNPACK, and has kernels for what comes out.
+
+    Args:
+        program: the float model; changed.
+
+    Raises:
+        MissingExtraError: ExecuTorch is not installed.
+        ConversionError: it does not; with a problem for each operator that it lacks.
+    """
+    _require_executorch()
+    with converting("ExecuTorch", OTHER_OPERATOR):
+        _spell_out(program)
+        missing = _missing(program)
+    refuse_missing("ExecuTorch", missing)
+    with tempfile.TemporaryDirectory() as folder, converting("ExecuTorch", OTHER_OPERATOR):
+        path = Path(folder) / "model.pte"
+        path.write_bytes(_lowered(program, []))
+        load(path)
+
+
+def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
+    """Module paths by operator, of those that ExecuTorch has no name for."""
+    verifier = importlib.import_module("executorch.exir.verification.verifier").EXIRATenDialectVerifier()
+    missing: dict[str, list[str]] = {}
+    for node in program.run_decompositions().graph.nodes:
+        try:
+            verifier.check_valid_op(node.target)
+        except Exception:  # a class of ExecuTorch's own, for each operator that it does not know
+            op = str(node.meta.get("original_aten", node.target))
+            missing.setdefault(op, []).append(module_path(node))
+    return missing
+
+
+def _require_executorch() -> None:
+    require("executorch.exir", "executorch", "Export to ExecuTorch")
+    importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers the quantized_decomposed ops
+    # What XNNPACK leaves over runs on these kernels.
+    require("executorch.kernels.quantized", "executorch", "Export to ExecuTorch")
 
 
 def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from bitwright.export.conversion import ConversionError
 from bitwright.export.extras import require
 
-__all__ = ["check", "largest_inputs", "run_executorch"]
+__all__ = ["check", "largest_inputs", "load", "run_executorch"]
 
 
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -23,7 +23,7 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        return [output.clone() for output in _load(path).execute(list(inputs))]
+        return [output.clone() for output in load(path).execute(list(inputs))]
     except RuntimeError as error:
         raise ConversionError(
             f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "
@@ -98,6 +98,7 @@ def _shapes(inputs: Any) -> str:
     return ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)) or "none"
 
 
-def _load(path: str | Path) -> Any:
+def load(path: str | Path) -> Any:
+    """Return the method of a program's file; a RuntimeError if the runtime lacks an operator of it."""
     runtime = require("executorch.runtime", "executorch", "Running ExecuTorch programs").Runtime.get()
     return runtime.load_program(str(path)).load_method("forward")
