@@ -152,7 +152,11 @@ def test_weights_of_other_names_are_refused_or_stored_dense(mode, tmp_path):
     torch.manual_seed(0)
     every = ModuleQuantizerConfig(op_state_spec={"*": W8}, op_input_spec=None, op_output_spec=None)
     quantizer = Quantizer(Named().eval(), QuantizerConfig(global_config=every, execution_mode=mode))
-    ready = quantizer.prepare((torch.randn(2, 3, 32),))
+    x = (torch.randn(2, 3, 32),)
+    refused = {problem.where for problem in quantizer.plan(x, target="compressed-tensors").problems}
+    assert refused >= {"project", "attention.in_proj_weight"}
+    assert "attention.out_proj.weight" not in refused
+    ready = quantizer.prepare(x)
     artifact = Artifact.from_model(ready)
     assert {"project", "attention.in_proj_weight", "attention.out_proj.weight"} <= set(artifact.compressed)
     with pytest.raises(ValueError, match="only weights of linear layers") as error:

@@ -38,6 +38,10 @@ class ValueKind(enum.StrEnum):
     OTHER = "other"
 
 
+# ``nn.MultiheadAttention`` hands the weight of its last layer to the function that computes all of it.
+_LINEAR_READS = frozenset({("linear", "weight"), ("multi_head_attention_forward", "out_proj_weight")})
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class StateTensor:
     """A parameter or buffer of the model; one object for all the names it is registered under.
@@ -74,8 +78,8 @@ class StateTensor:
     @property
     def is_linear(self) -> bool:
         """Whether it is the ``weight`` of linear layers and nothing else reads it, such as an embedding."""
-        reads = [(use.op.type, use.name) for use in self.uses]
-        return bool(reads) and set(reads) == {("linear", "weight")} and self.attributes == ("weight",)
+        reads = {(use.op.type, use.name) for use in self.uses}
+        return bool(reads) and reads <= _LINEAR_READS and self.attributes == ("weight",)
 
 
 @dataclass(eq=False, slots=True)
