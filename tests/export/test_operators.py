@@ -179,3 +179,11 @@ def test_half_precision_is_asked_in_the_form_that_is_written(make, tmp_path):
 def test_a_missing_target_is_named():
     with pytest.raises(KeyError, match="There is no target"):
         check_operators(nn.Linear(2, 2), "nowhere", (torch.randn(1, 2),))
+
+
+def test_executorch_asks_for_the_largest_size_of_a_dynamic_dimension():
+    _skip_without("executorch")
+    x, model = (torch.randn(2, 8),), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    (problem,) = check_operators(model, "executorch", x, None, ({0: torch.export.Dim("batch")},))
+    assert "with a max" in problem.message
+    assert check_operators(model, "executorch", x, None, ({0: torch.export.Dim("batch", max=8)},)) == []

@@ -157,6 +157,7 @@ def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
     """
     _require_executorch()
     with converting("ExecuTorch", OTHER_OPERATOR):
+        largest_inputs(program)  # which says what dynamic shapes lack
         _spell_out(program)
         missing = _missing(program)
     refuse_missing("ExecuTorch", missing)
