@@ -117,7 +117,7 @@ class _Tracer:
             if self.frames and self.frames[-1].recording:
                 self.frames[-1].call.children.append(path)
             self.calls[path] = frame.call
-        if self._shows(frame, self.frames):
+        if self._shows(frame):
             kind = ValueKind.INPUT if not self.frames else ValueKind.OTHER
             for name, leaf in _flat_arguments(module, args, kwargs):
                 frame.call.input_names.append(name)
@@ -126,17 +126,17 @@ class _Tracer:
         return frame
 
     def leave(self, frame: _Frame, output: Any) -> None:
-        if not self._shows(frame, self.frames):
+        if not self._shows(frame):
             return
         if self.calls[frame.path] is not frame.call:
             self.calls[frame.path].repeats.append(frame.call)
         for index, leaf in enumerate(tree_leaves(output)):
             frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
 
-    @staticmethod
-    def _shows(frame: _Frame, callers: Sequence[_Frame]) -> bool:
+    def _shows(self, frame: _Frame) -> bool:
         """Whether what crosses a module's boundary is recorded; inside ``torch.vmap`` it has no numbers to look at."""
-        return (frame.recording or (bool(callers) and callers[-1].recording)) and not _in_transform()
+        recording = frame.recording or (bool(self.frames) and self.frames[-1].recording)
+        return recording and not _in_transform()
 
     def record(
         self,
