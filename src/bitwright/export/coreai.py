@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 from torch import nn
+from torch._decomp import decomposition_table
 
 from bitwright.common import ExportBackend
 
 from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
+from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .extras import require
 from .widened import half_result, widen
@@ -114,9 +116,17 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         ConversionError: it does not translate all of them.
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
+    of_pytorch: Mapping[Any, Any] = decomposition_table
     with converting("torch.export"):
-        program = program.run_decompositions({**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC})
-    refuse_missing("coreai-torch", _missing(program))
+        program = program.run_decompositions(table)
+        while more := {node.target for node in _lacking(program)} & of_pytorch.keys() - table.keys():
+            table |= {op: of_pytorch[op] for op in more}
+            program = program.run_decompositions(table)
+    missing: dict[str, list[str]] = {}
+    for node in _lacking(program):
+        missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+    refuse_missing("coreai-torch", missing)
     give_parameters(program.graph)
     _widen_halves(program.graph_module)
     _keep_products_apart(program)
@@ -169,16 +179,16 @@ def _keep_products_apart(program: torch.export.ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
-    """Module paths by operator, of PyTorch's operators that coreai-torch's registry lacks."""
+def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    """Calls of PyTorch's operators that coreai-torch's registry lacks."""
     registry = require("coreai_torch._aten_to_core", "coreai", "Export to Core AI")._aten_to_core_resolver
-    missing: dict[str, list[str]] = {}
+    lacking = []
     for node in program.graph.nodes:
         op = str(node.target)
-        known = not op.startswith("aten.") or op.startswith(_REMOVED) or op.removeprefix("aten.") in registry
-        if node.op == "call_function" and not known:
-            missing.setdefault(op, []).append(module_path(node))
-    return missing
+        of_torch = node.op == "call_function" and op.startswith(("aten.", "prims."))
+        if of_torch and not op.startswith(_REMOVED) and op.removeprefix("aten.") not in registry:
+            lacking.append(node)
+    return lacking
 
 
 def _name_palettes(program: torch.export.ExportedProgram) -> None:
