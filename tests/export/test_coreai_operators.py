@@ -66,7 +66,49 @@ ARITHMETIC = {
     "a remainder": lambda x, i: torch.remainder(x, 0.75),
     "a product with a vector": lambda x, i: torch.addmv(x[0, :, 0], x[0], x[1, 0], beta=0.5, alpha=2),
 }
-CASES = WRITES | READS | ARITHMETIC
+F = nn.functional
+
+
+def _pixels(x):
+    """Shape (1, 4, 8, 10) of the numbers of ``x``, all different."""
+    return x.flatten()[torch.arange(320) % 40].view(1, 4, 8, 10) + torch.linspace(-2, 2, 10)
+
+
+SHAPES = {
+    "an average without padding": lambda x, i: F.avg_pool2d(_pixels(x), 3, 2, padding=1, count_include_pad=False),
+    "an average of windows that stand out": lambda x, i: F.avg_pool2d(_pixels(x), 3, 2, padding=1, ceil_mode=True),
+    "both": lambda x, i: F.avg_pool2d(_pixels(x), (2, 3), (3, 2), (1, 1), ceil_mode=True, count_include_pad=False),
+    "both with a divisor": lambda x, i: F.avg_pool2d(_pixels(x), 3, 2, 1, ceil_mode=True, divisor_override=5),
+    "an average of one channel row": lambda x, i: F.avg_pool1d(_pixels(x)[0, 0], 3, 2, 1, count_include_pad=False),
+    "an average of three dimensions": lambda x, i: F.avg_pool3d(_pixels(x), 2, ceil_mode=True),
+    "an adaptive average of three dimensions": lambda x, i: F.adaptive_avg_pool3d(_pixels(x), (2, 4, 5)),
+    "an adaptive maximum": lambda x, i: F.adaptive_max_pool2d(_pixels(x), (4, 5)),
+    "resized by a fraction": lambda x, i: F.interpolate(_pixels(x), scale_factor=1.7),
+    "resized to a size": lambda x, i: F.interpolate(_pixels(x), size=(7, 14)),
+    "resized to a multiple": lambda x, i: F.interpolate(_pixels(x), size=(16, 30)),
+    "windows": lambda x, i: _pixels(x).unfold(-1, 3, 2),
+    "a diagonal above": lambda x, i: torch.diagonal(_pixels(x), 2, 2, 3),
+    "a diagonal below": lambda x, i: torch.diagonal(_pixels(x), -3, 3, 2),
+}
+FUNCTIONS = {
+    "rounded to integers and back": lambda x, i: (x * 10).int().float() / 3,
+    "rounded to integers, averaged": lambda x, i: (x * 10).long().float().mean(1),
+    "rounded to integers, multiplied": lambda x, i: (x * 10).int() * 0.5,
+    "integers as bools": lambda x, i: i.bool().int() * x[..., 0],
+    "a variance": lambda x, i: x.var((0, 2), correction=0.5, keepdim=True),
+    "a deviation": lambda x, i: x.std(1),
+    "a variance of all": lambda x, i: torch.stack(torch.var_mean(x)),
+    "a sorted order": lambda x, i: torch.sort((x / 2).round(), dim=1, stable=True)[1],
+    "a sorted order, descending": lambda x, i: torch.argsort((x / 2).round(), dim=1, descending=True, stable=True),
+    "sorted": lambda x, i: torch.sort(x)[0],
+    "selected": lambda x, i: torch.masked_select(x, x[..., :1] > 0).sum(),
+    "bits": lambda x, i: ((i & 3) | 4) * x[..., 0],
+    "a logarithm of sums": lambda x, i: torch.logaddexp(x, x.flip(1)),
+    "a hypotenuse": lambda x, i: torch.hypot(x, x.flip(1)),
+    "an error function": lambda x, i: torch.erfc(x / 4),
+    "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
+}
+CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bitwright.common import ExportBackend
 from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
+from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .extras import require
@@ -117,17 +118,17 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
-    of_pytorch: Mapping[Any, Any] = decomposition_table
     with converting("torch.export"):
         program = program.run_decompositions(table)
-        while more := {node.target for node in _lacking(program)} & of_pytorch.keys() - table.keys():
-            table |= {op: of_pytorch[op] for op in more}
+        while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
+            table |= more
             program = program.run_decompositions(table)
     missing: dict[str, list[str]] = {}
     for node in _lacking(program):
         missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
     refuse_missing("coreai-torch", missing)
     give_parameters(program.graph)
+    keep_casts(program.graph)
     _widen_halves(program.graph_module)
     _keep_products_apart(program)
     return program
@@ -177,6 +178,18 @@ def _keep_products_apart(program: torch.export.ExportedProgram) -> None:
             for view in views:
                 view.replace_input_with(node, product)
     program.graph_module.recompile()
+
+
+def _decompositions(calls: Iterable[torch.fx.Node]) -> Iterator[tuple[Any, Any]]:
+    """What PyTorch makes of operators: its decompositions of them, and of its primitives what they compute."""
+    for node in calls:
+        op: Any = node.target
+        packet, origin = op.overloadpacket, node.meta.get("original_aten", op).overloadpacket
+        if packet.__name__.replace("_", "") == origin.__name__.replace("_", "") and packet is not origin:
+            continue  # a primitive that computes the operator that became it
+        made = getattr(op, "impl_aten", None) or decomposition_table.get(op)
+        if made is not None:
+            yield op, made
 
 
 def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:

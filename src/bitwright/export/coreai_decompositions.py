@@ -1,13 +1,15 @@
-"""Operators that coreai-torch translates wrongly, written with others that it translates right."""
+"""Operators that coreai-torch translates wrongly, or not at all, written with others that it translates right."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 __all__ = ["RIGHT_IN_COREAI"]
 
@@ -56,6 +58,11 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     for index in indices:
         numbered += torch.nonzero(index).unbind(1) if index is not None and _is_mask(index) else [index]
     return _aten.index.Tensor(x, numbered)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Any:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return _index(x.expand(shape), [mask.expand(shape)])
 
 
 def _write_at_mask(x: Tensor, first: int, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
@@ -112,16 +119,197 @@ def _from_the_start(index: Tensor, size: int) -> Tensor:
     return torch.where(index < 0, index + size, index)
 
 
+def _average_pool(op: Any, dims: int) -> Callable[..., Any]:
+    """How a pool of one number of dimensions averages at borders.
+
+    coreai-torch divides by the size of the window there. It cannot let windows stand out, nor leave a stride out.
+    """
+
+    def averaged(
+        x: Tensor,
+        kernel: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor: int | None = None,
+    ) -> Any:
+        kernel, steps, padding = (list(given) * (dims // len(given)) for given in (kernel, stride or kernel, padding))
+        if x.dim() == dims + 1:
+            return op(x[None], kernel, steps, padding, ceil_mode, count_include_pad, divisor)[0]
+        if stride and not ceil_mode and (count_include_pad or not any(padding)):
+            return NotImplemented
+        sizes = list(x.shape[-dims:])
+        outside = [0] * dims
+        if ceil_mode:
+            if not all(isinstance(size, int) for size in sizes):
+                return NotImplemented
+            outside = [
+                _outside(size + 2 * pad, length, step, size + pad)
+                for size, pad, length, step in zip(sizes, padding, kernel, steps, strict=True)
+            ]
+        around = [(pad, pad + more) for pad, more in zip(padding, outside, strict=True)]
+        average = op(torch.nn.functional.pad(x, _flat(around)), kernel, steps)
+        if divisor:
+            return average * (math.prod(kernel) / divisor)
+        if count_include_pad:
+            sizes = [size + 2 * pad for size, pad in zip(sizes, padding, strict=True)]
+            around = [(0, more) for more in outside]
+        ones = torch.ones([1, 1, *sizes], dtype=x.dtype)
+        return average / op(torch.nn.functional.pad(ones, _flat(around)), kernel, steps)
+
+    return averaged
+
+
+def _outside(size: int, length: int, step: int, last_start: int) -> int:
+    """How far the last window reaches past a padded dimension if sizes are rounded up."""
+    count = -((length - size) // step) + 1
+    if (count - 1) * step >= last_start:  # it would begin behind the values
+        count -= 1
+    return max(0, (count - 1) * step + length - size)
+
+
+def _flat(around: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers of ``torch.nn.functional.pad``, which begin with the last dimension."""
+    return [number for pair in reversed(around) for number in pair]
+
+
+def _nearest(x: Tensor, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None) -> Any:
+    """Resizes to the nearest pixel, which coreai-torch takes from other places unless sizes are multiples."""
+    sizes = x.shape[2:]
+    if scale_factors is None:
+        factors = [after / before for after, before in zip(output_size or (), sizes, strict=True)]
+    else:
+        factors = list(scale_factors)
+    if all(float(factor).is_integer() for factor in factors):
+        return NotImplemented
+    return decomposition_table[_aten.upsample_nearest2d.vec](x, output_size, scale_factors)
+
+
+def _variance(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance_and_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The mean of squared distances from the mean, corrected for the number of values."""
+    dims = list(dim) if dim else list(range(x.dim()))
+    mean = x.mean(dims, keepdim=True)
+    count = math.prod(x.shape[one] for one in dims)
+    distance = x - mean
+    variance = (distance * distance).sum(dims, keepdim=keepdim) / (count - (1 if correction is None else correction))
+    return variance, (mean if keepdim else mean.squeeze(dims))
+
+
+def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """``x.unfold``, whose windows overlap in memory: a copy of each."""
+    dim %= x.dim()
+    count = (x.shape[dim] - size) // step + 1
+    places = torch.arange(count)[:, None] * step + torch.arange(size)
+    windows = x.index_select(dim, places.flatten())
+    return windows.reshape([*x.shape[:dim], count, size, *x.shape[dim + 1 :]]).movedim(dim + 1, -1)
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    count = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+    places = torch.arange(count) * (columns + 1) + (offset if offset >= 0 else -offset * columns)
+    return x.movedim((dim1, dim2), (-2, -1)).flatten(-2).index_select(-1, places)
+
+
+def _log_of_sum(x: Tensor, other: Tensor) -> Tensor:
+    """``logaddexp``, and where both are the same infinity that."""
+    largest, smallest = torch.maximum(x, other), torch.minimum(x, other)
+    return torch.where(largest == smallest, largest + math.log(2), largest + torch.log1p(torch.exp(smallest - largest)))
+
+
+def _products_of_three(
+    one: Tensor,
+    two: Tensor,
+    three: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """``aten._trilinear``, which ``torch.nn.functional.bilinear`` calls: products of all of them, summed."""
+    one, two, three = (
+        functools.reduce(torch.unsqueeze, sorted(dims), factor)
+        for factor, dims in ((one, expand1), (two, expand2), (three, expand3))
+    )
+    return (one * two * three).sum(list(sumdim))
+
+
+def _largest_of_equal_windows(x: Tensor, output_size: Sequence[int]) -> Any:
+    """Adaptive pools whose windows are all of one size; the others have no operator."""
+    window = _equal_windows(x, output_size)
+    return NotImplemented if window is None else _aten.max_pool2d_with_indices.default(x, window, window)
+
+
+def _average_of_equal_windows(x: Tensor, output_size: Sequence[int]) -> Any:
+    """Adaptive pools whose windows are all of one size; the others have no operator."""
+    window = _equal_windows(x, output_size)
+    return NotImplemented if window is None else _aten.avg_pool3d.default(x, window, window)
+
+
+def _equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
+    sizes = x.shape[-len(output_size) :]
+    if any(not isinstance(size, int) or size % count for size, count in zip(sizes, output_size, strict=True)):
+        return None
+    return [size // count for size, count in zip(sizes, output_size, strict=True)]
+
+
+def _bits(op: Any) -> Callable[[Tensor, int], Any]:
+    """An operator on bits with a number, as one with a tensor of it."""
+    return lambda x, number: op(x, torch.full([], number, dtype=x.dtype))
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """All of the largest or smallest values; equal ones keep their order there."""
+    if x.dim() == 0:
+        return x.clone(), torch.zeros([], dtype=torch.int64)
+    return torch.topk(x, x.shape[dim], dim, largest=descending)
+
+
+def _sort_stably(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    return _sort(x, dim, descending)
+
+
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-RIGHT_IN_COREAI: dict[Any, Callable[..., Tensor]] = {
+RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
+    # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
+    _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
+    _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
+    _aten.sub.Tensor: _subtract,
+    _aten.upsample_nearest2d.vec: _nearest,
+    # not translated
+    _aten._adaptive_avg_pool3d.default: _average_of_equal_windows,
+    _aten._trilinear.default: _products_of_three,
+    _aten.adaptive_max_pool2d.default: _largest_of_equal_windows,
+    _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
+    _aten.bitwise_or.Scalar: _bits(_aten.bitwise_or.Tensor),
+    _aten.bitwise_xor.Scalar: _bits(_aten.bitwise_xor.Tensor),
+    _aten.diagonal.default: _diagonal,
+    _aten.erfc.default: lambda x: 1 - torch.erf(x),
+    _aten.hypot.default: lambda x, other: torch.sqrt(x * x + other * other),
+    _aten.logaddexp.default: _log_of_sum,
+    _aten.masked_select.default: _masked_select,
     _aten.remainder.Scalar: _remainder_of_number,
     _aten.scatter_add.default: _scatter_add,
-    _aten.sub.Tensor: _subtract,
+    _aten.sort.default: _sort,
+    _aten.sort.stable: _sort_stably,
+    _aten.unfold.default: _windows,
+    _aten.var.correction: _variance,
+    _aten.var_mean.correction: _variance_and_mean,
 }
-"""Decompositions of operators whose translation is wrong for some of their arguments, and only for those."""
+"""Decompositions of operators that coreai-torch gets wrong, or has no translation of."""

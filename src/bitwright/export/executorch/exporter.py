@@ -34,8 +34,10 @@ from .graph import (
     reshape_behind_attention,
     slices_for_splits,
     spell_out_batch_norms,
+    spell_out_crops,
     spell_out_gelu,
     spell_out_prelu,
+    spell_out_remainders,
 )
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
@@ -142,6 +144,8 @@ def _spell_out(program: torch.export.ExportedProgram) -> None:
     sum_in_float32(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
+    spell_out_crops(program.graph_module)
+    spell_out_remainders(program.graph_module)
     spell_out_batch_norms(program)
 
 
@@ -159,11 +163,14 @@ def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
     with converting("ExecuTorch", OTHER_OPERATOR):
         largest_inputs(program)  # which says what dynamic shapes lack
         _spell_out(program)
-        missing = _missing(program)
-    refuse_missing("ExecuTorch", missing)
+        try:
+            lowered = _lowered(program, [])
+        except Exception:
+            refuse_missing("ExecuTorch", _missing(program))  # all of them; ExecuTorch names the first
+            raise
     with tempfile.TemporaryDirectory() as folder, converting("ExecuTorch", OTHER_OPERATOR):
         path = Path(folder) / "model.pte"
-        path.write_bytes(_lowered(program, []))
+        path.write_bytes(lowered)
         load(path)
 
 

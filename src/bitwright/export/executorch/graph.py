@@ -74,9 +74,7 @@ def spell_out_gelu(module: fx.GraphModule) -> None:
             inner = add(x, multiply(multiply(multiply(x, x), x), 0.044715))
             side = call(module.graph, aten.tanh.default, multiply(inner, math.sqrt(2 / math.pi)))
             y = multiply(multiply(x, 0.5), add(side, 1.0))
-        node.replace_all_uses_with(y)
-        module.graph.erase_node(node)
-        y._rename(node.name)
+        _replace(node, y)
     module.recompile()
 
 
@@ -105,9 +103,7 @@ def slices_for_splits(module: fx.GraphModule) -> None:
                     cut = call(graph, aten.select.int, node.args[0], axis, number)
                 else:
                     cut = call(graph, aten.slice.Tensor, node.args[0], axis, begin, begin + lengths[number])
-            piece.replace_all_uses_with(cut)
-            graph.erase_node(piece)
-            cut._rename(piece.name)
+            _replace(piece, cut)
         graph.erase_node(node)
     module.recompile()
 
@@ -189,10 +185,68 @@ def spell_out_prelu(module: fx.GraphModule) -> None:
             below = call(module.graph, aten.clamp.default, x, None, 0)
             factor = call(module.graph, aten.view.default, weight, shape)
             y = call(module.graph, aten.add.Tensor, above, call(module.graph, aten.mul.Tensor, below, factor))
-        node.replace_all_uses_with(y)
-        module.graph.erase_node(node)
-        y._rename(node.name)
+        _replace(node, y)
     module.recompile()
+
+
+def spell_out_crops(module: fx.GraphModule) -> None:
+    """Write padding by negative numbers as slices, which ExecuTorch's kernels refuse when they run.
+
+    So does PyTorch's decomposition of ``fold`` with padding, which is folded without and cropped here.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.col2im.default):
+        x, size, kernel, dilation, padding, stride = node.args
+        if not any(padding):
+            continue
+        with module.graph.inserting_before(node):
+            larger = [length + 2 * pad for length, pad in zip(size, padding, strict=True)]
+            y = call(module.graph, aten.col2im.default, x, larger, kernel, dilation, [0, 0], stride)
+            y = _cropped(module.graph, y, [number for pad in reversed(padding) for number in (-pad, -pad)])
+        _replace(node, y)
+    for op in (aten.pad.default, aten.constant_pad_nd.default):
+        for node in module.graph.find_nodes(op="call_function", target=op):
+            sides = node.args[1]
+            if not _are_numbers(sides) or min(sides, default=0) >= 0:
+                continue
+            with module.graph.inserting_before(node):
+                y = _cropped(module.graph, node.args[0], sides)
+                y = call(module.graph, op, y, [max(0, number) for number in sides], *node.args[2:])
+            _replace(node, y)
+    module.recompile()
+
+
+def spell_out_remainders(module: fx.GraphModule) -> None:
+    """Write remainders of integers by their quotients: ExecuTorch's kernel is off where signs differ."""
+    aten = torch.ops.aten
+    for op in (aten.remainder.Scalar, aten.remainder.Tensor):
+        for node in module.graph.find_nodes(op="call_function", target=op):
+            if node.meta["val"].dtype.is_floating_point:
+                continue
+            x, divisor = node.args
+            kind = op._overloadname
+            with module.graph.inserting_before(node):
+                times = call(module.graph, getattr(aten.div, f"{kind}_mode"), x, divisor, rounding_mode="floor")
+                whole = call(module.graph, getattr(aten.mul, kind), times, divisor)
+                y = call(module.graph, aten.sub.Tensor, x, whole)
+            _replace(node, y)
+    module.recompile()
+
+
+def _cropped(graph: fx.Graph, x: fx.Node, sides: list[int]) -> fx.Node:
+    """A tensor without what negative numbers of ``torch.nn.functional.pad`` cut off."""
+    for place in range(0, len(sides), 2):
+        dim = x.meta["val"].dim() - 1 - place // 2
+        start, end = (max(0, -number) for number in sides[place : place + 2])
+        if start or end:
+            x = call(graph, torch.ops.aten.slice.Tensor, x, dim, start, x.meta["val"].shape[dim] - end)
+    return x
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+    by._rename(node.name)  # the program's signature calls outputs by it
 
 
 def spell_out_batch_norms(program: ExportedProgram) -> None:
@@ -220,9 +274,7 @@ def spell_out_batch_norms(program: ExportedProgram) -> None:
                 y = call(program.graph, op, y, constant(program, read[2], value.float().view(shape)))
             if y.meta["val"].dtype != x.meta["val"].dtype:  # x in half precision, the constants are not
                 y = call(program.graph, aten._to_copy.default, y, dtype=x.meta["val"].dtype)
-        node.replace_all_uses_with(y)
-        program.graph.erase_node(node)
-        y._rename(node.name)
+        _replace(node, y)
     program.graph_module.recompile()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bitwright.export.extras import require
+
+from .torchlib import torchs_translation
 
 __all__ = ["attention"]
 
@@ -32,7 +33,8 @@ def attention(opset: int | None) -> Callable[..., Any]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        result = _torchs(opset)(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        torchs = torchs_translation(torch.ops.aten.scaled_dot_product_attention.default, opset)
+        result = torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return result if attn_mask is None else _zero_where_nothing_is_seen(result, attn_mask)
 
     return scaled_dot_product_attention
@@ -50,12 +52,3 @@ def _zero_where_nothing_is_seen(result: Any, mask: Any) -> Any:
     else:
         seen = op.Greater(op.ReduceMax(mask, [-1]), op.CastLike(float("-inf"), mask))
     return op.Where(seen, result, op.CastLike(0.0, result))
-
-
-@functools.cache
-def _torchs(opset: int | None) -> Callable[..., Any]:
-    """torch's own translation for a version of the operator set."""
-    registry: Any = require("torch.onnx._internal.exporter._registration", "onnx", "Export to ONNX").ONNXRegistry
-    known = registry.from_torchlib() if opset is None else registry.from_torchlib(opset)
-    found: Callable[..., Any] = known.get_decomps(torch.ops.aten.scaled_dot_product_attention.default)[0].onnx_function
-    return found

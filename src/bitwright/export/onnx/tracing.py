@@ -23,6 +23,7 @@ from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .attention import attention
 from .embedding_bags import embedding_bag
+from .pools import average_pool
 
 __all__ = ["check_onnx_operators", "traced"]
 
@@ -56,6 +57,7 @@ def traced(
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
             torch.onnx lacks.
     """
+    aten = torch.ops.aten
     try:
         with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
             return torch.onnx.export(
@@ -69,8 +71,10 @@ def traced(
                 output_names=output_names,
                 optimize=optimize,
                 custom_translation_table={
-                    torch.ops.aten.embedding_bag.padding_idx: embedding_bag,
-                    torch.ops.aten.scaled_dot_product_attention.default: attention(opset),
+                    aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
+                    aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
+                    aten.embedding_bag.padding_idx: embedding_bag,
+                    aten.scaled_dot_product_attention.default: attention(opset),
                 },
                 verbose=False,
             )

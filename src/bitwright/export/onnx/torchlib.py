@@ -1,0 +1,25 @@
+"""torch's own translations to ONNX, for those of ours that mend what surrounds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from bitwright.export.extras import require
+
+__all__ = ["torchs_translation"]
+
+
+@functools.cache
+def torchs_translation(op: Any, opset: int | None) -> Callable[..., Any]:
+    """Return torch's translation of an operator for a version of the operator set.
+
+    Args:
+        op: an overload of one of PyTorch's operators.
+        opset: version of the operator set; None for torch's choice.
+    """
+    registry: Any = require("torch.onnx._internal.exporter._registration", "onnx", "Export to ONNX").ONNXRegistry
+    known = registry.from_torchlib() if opset is None else registry.from_torchlib(opset)
+    found: Callable[..., Any] = known.get_decomps(op)[0].onnx_function
+    return found

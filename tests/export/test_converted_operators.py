@@ -1,0 +1,66 @@
+"""Operators that ONNX's and ExecuTorch's converters get wrong for some arguments: right in the runtimes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.export.operators import check_operators
+from bitwright.export.targets import TARGETS
+from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
+
+CASES = {
+    "an average with a divisor": lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=7),
+    "an average with a negative divisor": lambda x: F.avg_pool2d(x, (2, 3), divisor_override=-2),
+    "a padded average": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "cut off": lambda x: F.pad(x, (-1, 2, 1, -1)),
+    "cut off in three dimensions": lambda x: F.pad(x, (-1, -1, 2, -2, 0, -1), value=2.5),
+    "cut off and reflected": lambda x: F.pad(x, (-1, 2, 1, 1), mode="reflect"),
+    "folded and cut off": lambda x: F.fold(F.unfold(x, 3, padding=1), (8, 10), 3, padding=1),
+    "windows": lambda x: x.unfold(3, 4, 2),
+    "remainders of integers": lambda x: torch.remainder((x * 9).int(), 4) * x,
+    "remainders of integers by others": lambda x: torch.remainder((x * 9).long(), (x.flip(0) * 9).long() * 2 + 1) * x,
+    "asserted": lambda x: x.float() + torch.arange(10, device=x.device).to(x.dtype),
+}
+SPATIAL = {
+    "an average of three dimensions with a divisor": lambda x: F.avg_pool3d(x, 2, divisor_override=5),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Conv2d(4, 4, 1), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("name", CASES | SPATIAL)
+@pytest.mark.parametrize("target", ["onnx", "executorch"])
+def test_right_in_the_runtime(target, name, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    if target == "executorch" and name in SPATIAL:
+        pytest.skip("ExecuTorch has no kernels for three dimensions")
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 10)
+    model = Model((CASES | SPATIAL)[name]).eval()
+    assert not check_operators(model, target, (x,))
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
+    with torch.no_grad():
+        expected = ready(x)
+    path = TARGETS[target].write(ready, (x,), tmp_path / f"model{TARGETS[target].suffix}", {}, None)
+    (actual,) = TARGETS[target].run(path, (x,))
+    assert actual.shape == expected.shape
+    assert sqnr(expected, actual) > 110
+
+
+def test_onnx_refuses_a_divisor_of_windows_that_stand_out():
+    pytest.importorskip("onnxscript")
+    model = Model(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=7)).eval()
+    (problem,) = check_operators(model, "onnx", (torch.randn(2, 4, 8, 10),))
+    assert "ceil_mode and divisor_override" in problem.message
