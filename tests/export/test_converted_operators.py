@@ -23,6 +23,9 @@ CASES = {
     "windows": lambda x: x.unfold(3, 4, 2),
     "remainders of integers": lambda x: torch.remainder((x * 9).int(), 4) * x,
     "remainders of integers by others": lambda x: torch.remainder((x * 9).long(), (x.flip(0) * 9).long() * 2 + 1) * x,
+    "sums and products of masks": lambda x: ((x > 0) + (x < -1)) * (x < 0.5) * x,
+    "one mask or another": lambda x: torch.where(x > 0, x < 1, x > -1) * x,
+    "one of two bools": lambda x: torch.where(x > 0, True, False) * x,
     "asserted": lambda x: x.float() + torch.arange(10, device=x.device).to(x.dtype),
 }
 SPATIAL = {

@@ -95,6 +95,9 @@ FUNCTIONS = {
     "rounded to integers, averaged": lambda x, i: (x * 10).long().float().mean(1),
     "rounded to integers, multiplied": lambda x, i: (x * 10).int() * 0.5,
     "integers as bools": lambda x, i: i.bool().int() * x[..., 0],
+    "sums and products of masks": lambda x, i: ((x > 0) + (x < -1)) * (x < 0.5) * x,
+    "one mask or another": lambda x, i: torch.where(x > 0, x < 1, x > -1) * x,
+    "finite numbers": lambda x, i: torch.where(torch.isfinite(x / (i[..., None] > 0)), x, 2 * x),
     "a variance": lambda x, i: x.var((0, 2), correction=0.5, keepdim=True),
     "a deviation": lambda x, i: x.std(1),
     "a variance of all": lambda x, i: torch.stack(torch.var_mean(x)),
@@ -132,3 +135,10 @@ def test_right_in_the_runtime(name, tmp_path):
     (actual,) = run_coreai(export_coreai(ready, example, tmp_path / "model.aimodel"), example)
     assert actual.shape == expected.shape
     assert sqnr(expected, actual) > 110
+
+
+def test_indices_of_largest_values_are_refused_in_the_plan():
+    """coreai-torch makes up others."""
+    model = Model(lambda x, i: F.max_unpool2d(*F.max_pool2d(_pixels(x), 2, return_indices=True), 2)).eval()
+    (problem,) = check_operators(model, "coreai", (torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.int64)))
+    assert "max_pool2d_with_indices.default with its indices" in problem.message

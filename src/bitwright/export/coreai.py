@@ -126,6 +126,9 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     missing: dict[str, list[str]] = {}
     for node in _lacking(program):
         missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+    for pool in program.graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default):
+        if any(user.args[1] == 1 and user.users for user in pool.users):
+            missing.setdefault("aten.max_pool2d_with_indices.default with its indices", []).append(module_path(pool))
     refuse_missing("coreai-torch", missing)
     give_parameters(program.graph)
     keep_casts(program.graph)

@@ -17,13 +17,24 @@ _aten = torch.ops.aten
 
 
 def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
-    """``x + alpha * other``; coreai-torch forgets the factor."""
+    """``x + alpha * other``; coreai-torch forgets the factor, and the runtime has no sums of masks."""
+    if _are_masks(x, other):
+        return torch.logical_or(x, other)
     return NotImplemented if alpha == 1 else x + other * alpha
 
 
 def _subtract(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
     """``x - alpha * other``; coreai-torch forgets the factor."""
     return NotImplemented if alpha == 1 else x - other * alpha
+
+
+def _multiply(x: Tensor, other: Any) -> Tensor:
+    """``x * other``; the runtime has no products of masks."""
+    return torch.logical_and(x, other) if _are_masks(x, other) else NotImplemented
+
+
+def _are_masks(*tensors: Any) -> bool:
+    return all(isinstance(tensor, Tensor) and tensor.dtype == torch.bool for tensor in tensors)
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -290,6 +301,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
+    _aten.mul.Tensor: _multiply,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
     # not translated

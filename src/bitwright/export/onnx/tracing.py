@@ -22,6 +22,7 @@ from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .attention import attention
+from .bools import add, where
 from .embedding_bags import embedding_bag
 from .pools import average_pool
 
@@ -71,10 +72,13 @@ def traced(
                 output_names=output_names,
                 optimize=optimize,
                 custom_translation_table={
+                    aten.add.Tensor: add(opset),
                     aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
                     aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
                     aten.embedding_bag.padding_idx: embedding_bag,
                     aten.scaled_dot_product_attention.default: attention(opset),
+                    aten.where.Scalar: where(aten.where.Scalar, opset),
+                    aten.where.self: where(aten.where.self, opset),
                 },
                 verbose=False,
             )
