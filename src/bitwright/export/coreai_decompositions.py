@@ -37,6 +37,37 @@ def _are_masks(*tensors: Any) -> bool:
     return all(isinstance(tensor, Tensor) and tensor.dtype == torch.bool for tensor in tensors)
 
 
+def _squeeze(x: Tensor, dims: Sequence[int]) -> Any:
+    """Leaves out dimensions of one, among others, which coreai-torch refuses."""
+    ones = [dim for dim in dims if x.dim() and isinstance(x.shape[dim], int) and x.shape[dim] == 1]
+    if not ones:
+        return _aten.alias.default(x)
+    return NotImplemented if len(ones) == len(dims) else _aten.squeeze.dims(x, ones)
+
+
+def _view(x: Tensor, size: Sequence[int]) -> Any:
+    """One number as a tensor without dimensions, which coreai-torch takes as a squeeze only."""
+    if len(size) or not x.dim():
+        return NotImplemented
+    return _aten.squeeze.dims(x, list(range(x.dim())))
+
+
+def _expand(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    """A tensor without dimensions many times, which coreai-torch takes with dimensions only."""
+    if x.dim():
+        return NotImplemented
+    return _aten.expand.default(_aten.unsqueeze.default(x, 0), size) if len(size) else _aten.alias.default(x)
+
+
+def _extreme(op: Any) -> Callable[..., Any]:
+    """How ``amax`` or ``amin`` goes over all dimensions, which coreai-torch wants to be listed."""
+
+    def extreme(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        return NotImplemented if len(dim) or not x.dim() else op(x, list(range(x.dim())), keepdim)
+
+    return extreme
+
+
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """Writes at the places of a mask, or at numbered places.
 
@@ -297,13 +328,18 @@ def _is_mask(index: Tensor) -> bool:
 RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
+    _aten.amax.default: _extreme(_aten.amax.default),
+    _aten.amin.default: _extreme(_aten.amin.default),
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
+    _aten.expand.default: _expand,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
     _aten.mul.Tensor: _multiply,
+    _aten.squeeze.dims: _squeeze,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
+    _aten.view.default: _view,
     # not translated
     _aten._adaptive_avg_pool3d.default: _average_of_equal_windows,
     _aten._trilinear.default: _products_of_three,
