@@ -82,7 +82,12 @@ def _circular():
 
 
 LACKING = {
-    ("coreai", "elu"): (lambda: nn.Sequential(nn.Linear(8, 8), nn.ELU()), (2, 8), "1", "aten.elu"),
+    ("coreai", "unequal windows"): (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.AdaptiveMaxPool1d(3)),
+        (2, 8),
+        "1",
+        "aten.adaptive_max_pool2d",
+    ),
     ("coreai", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
     ("coreml", "two places"): (Gammas, (2, 8), "blocks.0", "lgamma"),
     ("onnx", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
     with converting("torch.export"):
         program = program.run_decompositions(table)
+    with contextlib.suppress(Exception):  # of PyTorch's decompositions, some of which fail: the operators are lacking
         while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
             table |= more
             program = program.run_decompositions(table)

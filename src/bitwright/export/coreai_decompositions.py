@@ -89,7 +89,7 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _remainder_of_number(x: Tensor, divisor: float) -> Tensor:
-    return torch.remainder(x, torch.full([], divisor, dtype=x.dtype))
+    return torch.remainder(x, torch.full([], divisor, dtype=x.dtype, device=x.device))
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
@@ -197,7 +197,7 @@ def _average_pool(op: Any, dims: int) -> Callable[..., Any]:
         if count_include_pad:
             sizes = [size + 2 * pad for size, pad in zip(sizes, padding, strict=True)]
             around = [(0, more) for more in outside]
-        ones = torch.ones([1, 1, *sizes], dtype=x.dtype)
+        ones = torch.ones([1, 1, *sizes], dtype=x.dtype, device=x.device)
         return average / op(torch.nn.functional.pad(ones, _flat(around)), kernel, steps)
 
     return averaged
@@ -223,9 +223,13 @@ def _nearest(x: Tensor, output_size: Sequence[int] | None, scale_factors: Sequen
         factors = [after / before for after, before in zip(output_size or (), sizes, strict=True)]
     else:
         factors = list(scale_factors)
-    if all(float(factor).is_integer() for factor in factors):
+    if not all(isinstance(factor, int | float) for factor in factors) or all(map(_is_whole, factors)):
         return NotImplemented
     return decomposition_table[_aten.upsample_nearest2d.vec](x, output_size, scale_factors)
+
+
+def _is_whole(factor: float) -> bool:
+    return float(factor).is_integer()
 
 
 def _variance(
@@ -237,20 +241,22 @@ def _variance(
 def _variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The mean of squared distances from the mean, corrected for the number of values."""
+    """The mean of squared distances from the mean, corrected for the number of values; in float32, as PyTorch's."""
     dims = list(dim) if dim else list(range(x.dim()))
-    mean = x.mean(dims, keepdim=True)
+    wide = x.float()
+    mean = wide.mean(dims, keepdim=True)
     count = math.prod(x.shape[one] for one in dims)
-    distance = x - mean
+    distance = wide - mean
     variance = (distance * distance).sum(dims, keepdim=keepdim) / (count - (1 if correction is None else correction))
-    return variance, (mean if keepdim else mean.squeeze(dims))
+    return variance.to(x.dtype), (mean if keepdim else mean.squeeze(dims)).to(x.dtype)
 
 
 def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """``x.unfold``, whose windows overlap in memory: a copy of each."""
     dim %= x.dim()
     count = (x.shape[dim] - size) // step + 1
-    places = torch.arange(count)[:, None] * step + torch.arange(size)
+    starts, steps = (torch.arange(length, device=x.device) for length in (count, size))
+    places = starts[:, None] * step + steps
     windows = x.index_select(dim, places.flatten())
     return windows.reshape([*x.shape[:dim], count, size, *x.shape[dim + 1 :]]).movedim(dim + 1, -1)
 
@@ -258,7 +264,8 @@ def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     rows, columns = x.shape[dim1], x.shape[dim2]
     count = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
-    places = torch.arange(count) * (columns + 1) + (offset if offset >= 0 else -offset * columns)
+    start = offset if offset >= 0 else -offset * columns
+    places = torch.arange(count, device=x.device) * (columns + 1) + start
     return x.movedim((dim1, dim2), (-2, -1)).flatten(-2).index_select(-1, places)
 
 
@@ -307,13 +314,13 @@ def _equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
 
 def _bits(op: Any) -> Callable[[Tensor, int], Any]:
     """An operator on bits with a number, as one with a tensor of it."""
-    return lambda x, number: op(x, torch.full([], number, dtype=x.dtype))
+    return lambda x, number: op(x, torch.full([], number, dtype=x.dtype, device=x.device))
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
     """All of the largest or smallest values; equal ones keep their order there."""
     if x.dim() == 0:
-        return x.clone(), torch.zeros([], dtype=torch.int64)
+        return x.clone(), torch.zeros([], dtype=torch.int64, device=x.device)
     return torch.topk(x, x.shape[dim], dim, largest=descending)
 
 

@@ -28,8 +28,10 @@ __all__ = [
     "reshape_behind_attention",
     "slices_for_splits",
     "spell_out_batch_norms",
+    "spell_out_crops",
     "spell_out_gelu",
     "spell_out_prelu",
+    "spell_out_remainders",
 ]
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))

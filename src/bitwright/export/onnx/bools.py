@@ -11,9 +11,13 @@ from bitwright.export.extras import require
 
 from .torchlib import torchs_translation
 
-__all__ = ["add", "where"]
+__all__ = ["WHERE", "add", "where"]
 
 _BOOL = 9
+_aten = torch.ops.aten
+
+WHERE = (_aten.where.Scalar, _aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.where.self)
+"""The overloads that choose values."""
 
 
 def add(opset: int | None) -> Callable[..., Any]:
@@ -26,7 +30,7 @@ def add(opset: int | None) -> Callable[..., Any]:
     def add_tensors(x: Any, other: Any, alpha: float = 1.0) -> Any:
         if _are_bools(x, other):
             return require("onnxscript", "onnx", "Export to ONNX").opset18.Or(x, other)
-        return torchs_translation(torch.ops.aten.add.Tensor, opset)(x, other, alpha)
+        return torchs_translation(_aten.add.Tensor, opset)(x, other, alpha)
 
     return add_tensors
 

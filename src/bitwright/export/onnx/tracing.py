@@ -22,7 +22,7 @@ from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .attention import attention
-from .bools import add, where
+from .bools import WHERE, add, where
 from .embedding_bags import embedding_bag
 from .pools import average_pool
 
@@ -77,8 +77,7 @@ def traced(
                     aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
                     aten.embedding_bag.padding_idx: embedding_bag,
                     aten.scaled_dot_product_attention.default: attention(opset),
-                    aten.where.Scalar: where(aten.where.Scalar, opset),
-                    aten.where.self: where(aten.where.self, opset),
+                    **{overload: where(overload, opset) for overload in WHERE},
                 },
                 verbose=False,
             )
