@@ -407,7 +407,7 @@ def test_convolutions_in_three_dimensions_are_refused(kind, mode, tmp_path):
     problems = check_plan(quantizer.plan((x,)), "executorch")
     assert [problem.severity for problem in problems] == [Severity.ERROR]
     ready = quantizer.prepare((x,))
-    with pytest.raises(ValueError, match=r"three dimensions: conv"):
+    with pytest.raises(ConversionError, match=r"three dimensions: conv"):
         export_executorch(ready, (x,), tmp_path / "m.pte")
     assert not (tmp_path / "m.pte").exists()
 

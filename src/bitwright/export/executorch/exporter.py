@@ -82,9 +82,8 @@ def export_executorch(
 
     Raises:
         MissingExtraError: ExecuTorch is not installed.
-        ValueError: an activation has no form there, the model convolves in three dimensions, or a dynamic dimension
-            has no largest size.
-        ConversionError: torch.export or ExecuTorch cannot take the model.
+        ValueError: an activation has no form there, or a dynamic dimension has no largest size.
+        ConversionError: torch.export or ExecuTorch cannot take the model, or it convolves in three dimensions.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     _require_executorch()

@@ -13,7 +13,9 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from bitwright.export.conversion import ConversionError, module_path
 from bitwright.export.widened import call
+from bitwright.planning import Problem, Severity
 
 __all__ = [
     "DEQUANTIZE",
@@ -53,15 +55,17 @@ def check_convolutions(module: fx.GraphModule) -> None:
     """Refuse what no kernel of ExecuTorch computes.
 
     Raises:
-        ValueError: the model convolves in three dimensions.
+        ConversionError: the model convolves in three dimensions; with a problem for each convolution.
     """
     nodes = [node for node in module.graph.nodes if op_name(node).startswith("aten::conv")]
-    solid = [node.name for node in nodes if node.args[1].meta["val"].ndim > 4]
+    solid = [node for node in nodes if node.args[1].meta["val"].ndim > 4]
     if solid:
-        raise ValueError(
-            f"ExecuTorch has no kernels for convolutions in three dimensions: {', '.join(solid)}. Its runtime would "
-            "refuse the file with error 0x12; export the model without these layers."
+        message = (
+            f"ExecuTorch has no kernels for convolutions in three dimensions: {', '.join(map(str, solid))}. Its "
+            "runtime would refuse the file with error 0x12; export the model without these layers."
         )
+        places = [module_path(node) or "the model itself" for node in solid]
+        raise ConversionError(message, tuple(Problem("target", place, message, Severity.ERROR) for place in places))
 
 
 def spell_out_gelu(module: fx.GraphModule) -> None:
