@@ -67,3 +67,26 @@ def test_onnx_refuses_a_divisor_of_windows_that_stand_out():
     model = Model(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=7)).eval()
     (problem,) = check_operators(model, "onnx", (torch.randn(2, 4, 8, 10),))
     assert "ceil_mode and divisor_override" in problem.message
+
+
+class Limits(nn.Module):
+    """Clamps of one tensor by limits of its own, as Gemma 4's layers have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        for name, value in (("low", "-inf"), ("high", "inf"), ("lowest", "-inf"), ("highest", "inf")):
+            self.register_buffer(name, torch.tensor(float(value)))
+
+    def forward(self, x):
+        y = self.layer(x).relu() * 2
+        return torch.clamp(y, self.low, self.high) + torch.clamp(y, self.lowest, self.highest) * 3
+
+
+def test_onnx_has_the_constants_of_joined_clamps(tmp_path):
+    """The optimizer of torch.onnx forgets some, and ONNX Runtime refuses the file."""
+    if TARGETS["onnx"].missing() is not None:
+        pytest.skip("needs onnx")
+    model, x = Limits().eval(), torch.randn(2, 8)
+    path = TARGETS["onnx"].write(model, (x,), tmp_path / "model.onnx", {}, None)
+    assert sqnr(model(x), TARGETS["onnx"].run(path, (x,))[0]) > 110

@@ -61,7 +61,7 @@ def traced(
     aten = torch.ops.aten
     try:
         with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
-            return torch.onnx.export(
+            program: Any = torch.onnx.export(
                 model,
                 args,
                 kwargs=dict(kwargs) if kwargs else None,
@@ -81,9 +81,20 @@ def traced(
                 },
                 verbose=False,
             )
+            _register_constants(program.model.graph)
+            return program
     except ConversionError:
         _refuse_lacking(model, args, kwargs, dynamic_shapes)
         raise
+
+
+def _register_constants(graph: Any) -> None:
+    """Give a graph the constants that its nodes read, in place; the optimizer forgets those of some joined clamps."""
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            is_constant = value is not None and value.const_value is not None and value.producer() is None
+            if is_constant and not value.is_initializer() and not value.is_graph_input():
+                graph.register_initializer(value)
 
 
 def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
