@@ -11,7 +11,6 @@ from bitwright.export.extras import require
 __all__ = ["torchs_translation"]
 
 
-@functools.cache
 def torchs_translation(op: Any, opset: int | None) -> Callable[..., Any]:
     """Return torch's translation of an operator for a version of the operator set.
 
@@ -19,7 +18,11 @@ def torchs_translation(op: Any, opset: int | None) -> Callable[..., Any]:
         op: an overload of one of PyTorch's operators.
         opset: version of the operator set; None for torch's choice.
     """
-    registry: Any = require("torch.onnx._internal.exporter._registration", "onnx", "Export to ONNX").ONNXRegistry
-    known = registry.from_torchlib() if opset is None else registry.from_torchlib(opset)
-    found: Callable[..., Any] = known.get_decomps(op)[0].onnx_function
+    found: Callable[..., Any] = _registry(opset).get_decomps(op)[0].onnx_function
     return found
+
+
+@functools.cache
+def _registry(opset: int | None) -> Any:
+    registry: Any = require("torch.onnx._internal.exporter._registration", "onnx", "Export to ONNX").ONNXRegistry
+    return registry.from_torchlib() if opset is None else registry.from_torchlib(opset)
