@@ -118,7 +118,17 @@ FUNCTIONS = {
     "an error function": lambda x, i: torch.erfc(x / 4),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }
-CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS
+WEIGHT = torch.linspace(-1, 1, 12).view(4, 3)
+LAID_TOGETHER = {
+    "two products": lambda x, i: (x.reshape(-1, 4) @ WEIGHT) * (x.reshape(-1, 4) @ -WEIGHT),
+    "a product and its gate": lambda x, i: F.silu(x.flatten(0, 1) @ WEIGHT) * (x.flatten(0, 1) @ WEIGHT.flip(0)),
+    "a product and a mean": lambda x, i: x.reshape(10, 4) @ WEIGHT + x.reshape(10, 4).mean(-1, keepdim=True),
+    "a product and a parameter": lambda x, i: (x @ WEIGHT).reshape(10, 3) * torch.arange(10.0)[:, None],
+    "a normalised product": lambda x, i: F.rms_norm(x.clone().flatten(0, 1) @ WEIGHT, (3,)),
+    "the variance of a product": lambda x, i: torch.var(x.transpose(0, 1).reshape(10, 4) @ WEIGHT, -1),
+}
+"""Products of rows that a view has laid together: what coreai-torch makes of them ends the process."""
+CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER
 
 
 class Model(nn.Module):

@@ -22,6 +22,7 @@ from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, mo
 from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
+from .coreai_products import keep_products_apart
 from .extras import require
 from .widened import half_result, widen
 
@@ -135,7 +136,8 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     give_parameters(program.graph)
     keep_casts(program.graph)
     _widen_halves(program.graph_module)
-    _keep_products_apart(program)
+    keep_products_apart(program.graph)
+    program.graph_module.recompile()
     return program
 
 
@@ -164,25 +166,6 @@ def _fill_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
     node._rename(f"{name}_float32")
     rounded._rename(name)  # the program's signature calls outputs by it
-
-
-def _keep_products_apart(program: torch.export.ExportedProgram) -> None:
-    """Put a factor of one between products of matrices and views that split their batch of unknown size, in place.
-
-    Core AI joins such a view with the one before the product, in one operand only: the runtime cannot multiply them.
-    """
-    graph = program.graph
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.bmm.default or isinstance(node.meta["val"].shape[0], int):
-            continue
-        views = [user for user in node.users if user.target is torch.ops.aten.view.default]
-        if views:
-            with graph.inserting_after(node):
-                product = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.0))
-            product.meta = dict(node.meta)
-            for view in views:
-                view.replace_input_with(node, product)
-    program.graph_module.recompile()
 
 
 def _decompositions(calls: Iterable[torch.fx.Node]) -> Iterator[tuple[Any, Any]]:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from bitwright.export.extras import require
-
-from .torchlib import torchs_translation
+from .torchlib import operators, torchs_translation
 
 __all__ = ["attention"]
 
@@ -46,7 +44,7 @@ def _zero_where_nothing_is_seen(result: Any, mask: Any) -> Any:
     torch 2.13 writes False as the lowest finite number, so that hidden keys count alike where there is no other, and a
     row of negative infinities becomes NaN.
     """
-    op = require("onnxscript", "onnx", "Export to ONNX").opset18
+    op = operators()
     if mask.dtype == _BOOL:
         seen = op.Cast(op.ReduceMax(op.Cast(mask, to=_INT32), [-1]), to=_BOOL)
     else:

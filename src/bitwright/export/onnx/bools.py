@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from bitwright.export.extras import require
+from .torchlib import operators, torchs_translation
 
-from .torchlib import torchs_translation
+__all__ = ["EXTREMES", "WHERE", "add", "extreme", "where"]
 
-__all__ = ["WHERE", "add", "where"]
-
-_BOOL = 9
+_BOOL, _INT32 = 9, 6
 _aten = torch.ops.aten
 
 WHERE = (_aten.where.Scalar, _aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.where.self)
 """The overloads that choose values."""
+
+EXTREMES = (_aten.amax.default, _aten.amin.default)
+"""The largest and the smallest along dimensions."""
 
 
 def add(opset: int | None) -> Callable[..., Any]:
@@ -29,7 +30,7 @@ def add(opset: int | None) -> Callable[..., Any]:
 
     def add_tensors(x: Any, other: Any, alpha: float = 1.0) -> Any:
         if _are_bools(x, other):
-            return require("onnxscript", "onnx", "Export to ONNX").opset18.Or(x, other)
+            return operators().Or(x, other)
         return torchs_translation(_aten.add.Tensor, opset)(x, other, alpha)
 
     return add_tensors
@@ -46,10 +47,28 @@ def where(torchs: Any, opset: int | None) -> Callable[..., Any]:
     def where_tensors(condition: Any, x: Any, other: Any) -> Any:
         if not _are_bools(x, other):
             return torchs_translation(torchs, opset)(condition, x, other)
-        op = require("onnxscript", "onnx", "Export to ONNX").opset18
+        op = operators()
         return op.Or(op.And(condition, x), op.And(op.Not(condition), other))
 
     return where_tensors
+
+
+def extreme(torchs: Any, opset: int | None) -> Callable[..., Any]:
+    """Return the translation of one of :data:`EXTREMES`, of masks in integers.
+
+    Args:
+        torchs: the overload.
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def extremes(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+        translation = torchs_translation(torchs, opset)
+        if not _are_bools(x):
+            return translation(x, dim, keepdim)
+        op = operators()
+        return op.Cast(translation(op.Cast(x, to=_INT32), dim, keepdim), to=_BOOL)
+
+    return extremes
 
 
 def _are_bools(*tensors: Any) -> bool:

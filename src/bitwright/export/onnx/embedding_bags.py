@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitwright.export.extras import require
+from .torchlib import operators
 
 __all__ = ["embedding_bag"]
 
@@ -43,7 +43,7 @@ def embedding_bag(
         Shape (bags, width), zeros for empty bags. Then three that nothing reads: ``torch.nn.functional`` hands on the
         first alone, and the exporter writes their shapes on them, which differ from kernel to kernel.
     """
-    op = require("onnxscript", "onnx", "Export to ONNX").opset18
+    op = operators()
     indices, offsets = op.Cast(indices, to=_INT64), op.Cast(offsets, to=_INT64)
     if include_last_offset:
         offsets = op.Slice(offsets, [0], [-1], [0])

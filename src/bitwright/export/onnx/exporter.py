@@ -24,12 +24,10 @@ from .half import compute_in_float32
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
-from .tracing import traced
+from .tracing import MIN_OPSET, traced
 from .weights import build_weight, permuted, weight_opset
 
 __all__ = ["export_onnx"]
-
-MIN_OPSET = 18
 
 
 def export_onnx(

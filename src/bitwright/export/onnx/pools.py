@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bitwright.export.extras import require
-
-from .torchlib import torchs_translation
+from .torchlib import operators, torchs_translation
 
 __all__ = ["average_pool"]
 
@@ -36,7 +34,7 @@ def average_pool(pool: Any, dims: int, opset: int | None) -> Callable[..., Any]:
             return torchs(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
         if ceil_mode:
             raise NotImplementedError("average pools with both ceil_mode and divisor_override have no operator in ONNX")
-        op = require("onnxscript", "onnx", "Export to ONNX").opset18
+        op = operators()
         window = math.prod(kernel_size) ** (dims // len(kernel_size))
         average = torchs(x, kernel_size, stride, padding, False, True)
         return op.Mul(average, op.CastLike(window / divisor_override, average))

@@ -1,4 +1,4 @@
-"""torch's own translations to ONNX, for those of ours that mend what surrounds them."""
+"""What translations to ONNX are made of: ONNX's operators, and torch's own translations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 from bitwright.export.extras import require
 
-__all__ = ["torchs_translation"]
+__all__ = ["operators", "torchs_translation"]
+
+
+def operators() -> Any:
+    """Return the operators of opset 18, which a translation calls to record them."""
+    return require("onnxscript", "onnx", "Export to ONNX").opset18
 
 
 def torchs_translation(op: Any, opset: int | None) -> Callable[..., Any]:

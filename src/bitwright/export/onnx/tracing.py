@@ -21,12 +21,13 @@ from bitwright.export.conversion import (
 from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
-from .attention import attention
-from .bools import WHERE, add, where
-from .embedding_bags import embedding_bag
-from .pools import average_pool
+from .kernels import check_kernels
+from .translations import translations
 
-__all__ = ["check_onnx_operators", "traced"]
+__all__ = ["MIN_OPSET", "check_onnx_operators", "traced"]
+
+MIN_OPSET = 18
+"""The version of the operator set that models are written in which need no later one."""
 
 
 def traced(
@@ -58,7 +59,6 @@ def traced(
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
             torch.onnx lacks.
     """
-    aten = torch.ops.aten
     try:
         with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
             program: Any = torch.onnx.export(
@@ -71,14 +71,7 @@ def traced(
                 input_names=input_names,
                 output_names=output_names,
                 optimize=optimize,
-                custom_translation_table={
-                    aten.add.Tensor: add(opset),
-                    aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
-                    aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
-                    aten.embedding_bag.padding_idx: embedding_bag,
-                    aten.scaled_dot_product_attention.default: attention(opset),
-                    **{overload: where(overload, opset) for overload in WHERE},
-                },
+                custom_translation_table=translations(opset),
                 verbose=False,
             )
             _register_constants(program.model.graph)
@@ -98,15 +91,15 @@ def _register_constants(graph: Any) -> None:
 
 
 def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
-    """Check that torch.onnx translates a captured float model.
+    """Check that torch.onnx translates a captured float model, and that ONNX Runtime has kernels for what it makes.
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
-        ConversionError: it does not; with a problem for each operator that it lacks.
+        ConversionError: it does not, with a problem for each operator that it lacks; or there is no kernel.
     """
     for module in ("onnx", "onnxscript", "onnx_ir"):
         require(module, "onnx", "Export to ONNX")
-    traced(program, optimize=False, remedy=OTHER_OPERATOR)
+    check_kernels(traced(program, opset=MIN_OPSET, remedy=OTHER_OPERATOR).model)
 
 
 def _refuse_lacking(

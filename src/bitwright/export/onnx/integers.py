@@ -1,0 +1,77 @@
+"""Operators on integers for torch's ONNX exporter, whose own translations no kernel of ONNX Runtime takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .torchlib import operators, torchs_translation
+
+__all__ = ["KNOWN", "WHOLE", "known", "product_and_sum", "whole"]
+
+_aten = torch.ops.aten
+_INTEGERS = {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
+
+WHOLE = (_aten.ceil.default, _aten.floor.default, _aten.round.default, _aten.trunc.default)
+"""Roundings, which leave integers as they are."""
+
+KNOWN = {_aten.isfinite.default: True, _aten.isnan.default: False}
+"""Questions about numbers, with the answer for integers."""
+
+
+def whole(rounding: Any, opset: int | None) -> Callable[..., Any]:
+    """Return the translation of a rounding.
+
+    Args:
+        rounding: one of :data:`WHOLE`.
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def rounded(x: Any) -> Any:
+        return operators().Identity(x) if _are_integers(x) else torchs_translation(rounding, opset)(x)
+
+    return rounded
+
+
+def known(question: Any, opset: int | None) -> Callable[..., Any]:
+    """Return the translation of a question about numbers.
+
+    Args:
+        question: one of :data:`KNOWN`.
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def answer(x: Any) -> Any:
+        if not _are_integers(x):
+            return torchs_translation(question, opset)(x)
+        yes = operators().Equal(x, x)
+        return yes if KNOWN[question] else operators().Not(yes)
+
+    return answer
+
+
+def product_and_sum(opset: int | None) -> Callable[..., Any]:
+    """Return the translation of ``aten::addmm``.
+
+    Args:
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def addmm(x: Any, left: Any, right: Any, beta: float = 1, alpha: float = 1) -> Any:
+        if not _are_integers(x, left, right):
+            return torchs_translation(_aten.addmm.default, opset)(x, left, right, beta, alpha)
+        op = operators()
+        product = op.MatMul(left, right)
+        return op.Add(_times(x, beta), _times(product, alpha))
+
+    return addmm
+
+
+def _times(x: Any, factor: float) -> Any:
+    return x if factor == 1 else operators().Mul(x, operators().CastLike(int(factor), x))
+
+
+def _are_integers(*tensors: Any) -> bool:
+    return all(getattr(getattr(tensor, "dtype", None), "name", None) in _INTEGERS for tensor in tensors)

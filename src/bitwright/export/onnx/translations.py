@@ -1,0 +1,39 @@
+"""The translations that take the place of torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .attention import attention
+from .bools import EXTREMES, WHERE, add, extreme, where
+from .embedding_bags import embedding_bag
+from .integers import KNOWN, WHOLE, known, product_and_sum, whole
+from .norms import batch_norm
+from .pools import average_pool
+
+__all__ = ["translations"]
+
+
+def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
+    """Return Bitwright's translations by overload, for ``torch.onnx.export``.
+
+    Args:
+        opset: version of the operator set; None for torch's choice.
+    """
+    aten = torch.ops.aten
+    return {
+        aten._native_batch_norm_legit_functional.default: batch_norm(opset),
+        aten.add.Tensor: add(opset),
+        aten.addmm.default: product_and_sum(opset),
+        aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
+        aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
+        aten.embedding_bag.padding_idx: embedding_bag,
+        aten.scaled_dot_product_attention.default: attention(opset),
+        **{overload: where(overload, opset) for overload in WHERE},
+        **{overload: extreme(overload, opset) for overload in EXTREMES},
+        **{overload: whole(overload, opset) for overload in WHOLE},
+        **{overload: known(overload, opset) for overload in KNOWN},
+    }
