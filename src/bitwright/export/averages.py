@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .ordered_sums import AveragedShape, OrderedSum
+from .widened import replace
 
 __all__ = ["average_in_order"]
 
@@ -44,9 +45,7 @@ def average_in_order(program: torch.export.ExportedProgram) -> None:
             ops = _Ops(graph)
             mean = ops.call(_aten.div.Tensor, ops.total(node.args[0], shape), float(shape.count))
             mean = ops.reshape(mean, shape.outer, shape.rest)
-        node.replace_all_uses_with(mean)
-        graph.erase_node(node)
-        mean._rename(node.name)  # the program's signature calls outputs by it
+        replace(node, mean)
     program.graph_module.recompile()
 
 

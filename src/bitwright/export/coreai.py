@@ -23,7 +23,9 @@ from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
+from .experts import spell_out_experts
 from .extras import require
+from .sorts import spell_out_dynamic_sorts
 from .widened import half_result, widen
 
 __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
@@ -86,7 +88,7 @@ def check_coreai_operators(program: torch.export.ExportedProgram) -> None:
     """Check that coreai-torch translates a captured float model, without its large weights.
 
     Args:
-        program: not changed.
+        program: changed.
 
     Raises:
         MissingExtraError: the coreai extra is not installed.
@@ -119,6 +121,8 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         ConversionError: it does not translate all of them.
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    spell_out_experts(program.graph_module)
+    spell_out_dynamic_sorts(program.graph_module)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
     with converting("torch.export"):
         program = program.run_decompositions(table)

@@ -1,4 +1,4 @@
-"""Operators of exported programs that compute in float32 between casts, on tensors in half precision."""
+"""Edits of exported programs: calls, arguments, replacements, and float32 between casts for half precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["call", "half_result", "widen"]
+__all__ = ["argument", "call", "half_result", "replace", "widen"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -66,3 +66,24 @@ def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     shapes: Any = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     node.meta["val"] = target(*shapes[0], **shapes[1])
     return node
+
+
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Let another node take a node's place, and its name, by which the program's signature calls outputs."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+    by._rename(node.name)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return an argument of a call of an operator, or the operator's default for it.
+
+    Raises:
+        KeyError: the operator has none of that name.
+    """
+    target: Any = node.target
+    for number, one in enumerate(target._schema.arguments):
+        if one.name == name:
+            given = node.args[number] if number < len(node.args) else one.default_value
+            return node.kwargs.get(name, given)
+    raise KeyError(name)

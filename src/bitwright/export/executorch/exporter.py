@@ -22,8 +22,10 @@ from bitwright.export.conversion import (
     module_path,
     refuse_missing,
 )
+from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
 from bitwright.export.lowering import lower
+from bitwright.export.sorts import spell_out_sorts
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
 from .graph import (
@@ -139,12 +141,14 @@ def _program(
 def _spell_out(program: torch.export.ExportedProgram) -> None:
     """Write with other operators what ExecuTorch lacks, or computes less exactly."""
     check_convolutions(program.graph_module)
+    spell_out_experts(program.graph_module)
     slices_for_splits(program.graph_module)
     sum_in_float32(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
     spell_out_crops(program.graph_module)
     spell_out_remainders(program.graph_module)
+    spell_out_sorts(program.graph_module)
     spell_out_batch_norms(program)
 
 

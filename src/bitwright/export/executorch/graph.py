@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from bitwright.export.conversion import ConversionError, module_path
-from bitwright.export.widened import call
+from bitwright.export.widened import argument, call, replace
 from bitwright.planning import Problem, Severity
 
 __all__ = [
@@ -80,7 +80,7 @@ def spell_out_gelu(module: fx.GraphModule) -> None:
             inner = add(x, multiply(multiply(multiply(x, x), x), 0.044715))
             side = call(module.graph, aten.tanh.default, multiply(inner, math.sqrt(2 / math.pi)))
             y = multiply(multiply(x, 0.5), add(side, 1.0))
-        _replace(node, y)
+        replace(node, y)
     module.recompile()
 
 
@@ -97,7 +97,7 @@ def slices_for_splits(module: fx.GraphModule) -> None:
         if not unbound and not name.startswith(_SPLITS):
             continue
         shapes = [piece.shape for piece in node.meta["val"]]
-        axis = _argument(node, "dim")
+        axis = argument(node, "dim")
         lengths = [1 if unbound else shape[axis] for shape in shapes]
         if not any(isinstance(shape[0], torch.SymInt) for shape in shapes if shape) or not _are_numbers(lengths):
             continue
@@ -109,18 +109,9 @@ def slices_for_splits(module: fx.GraphModule) -> None:
                     cut = call(graph, aten.select.int, node.args[0], axis, number)
                 else:
                     cut = call(graph, aten.slice.Tensor, node.args[0], axis, begin, begin + lengths[number])
-            _replace(piece, cut)
+            replace(piece, cut)
         graph.erase_node(node)
     module.recompile()
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    target: Any = node.target
-    for number, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            given = node.args[number] if number < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
-    raise KeyError(name)
 
 
 def _are_numbers(sizes: list[Any]) -> bool:
@@ -191,7 +182,7 @@ def spell_out_prelu(module: fx.GraphModule) -> None:
             below = call(module.graph, aten.clamp.default, x, None, 0)
             factor = call(module.graph, aten.view.default, weight, shape)
             y = call(module.graph, aten.add.Tensor, above, call(module.graph, aten.mul.Tensor, below, factor))
-        _replace(node, y)
+        replace(node, y)
     module.recompile()
 
 
@@ -209,7 +200,7 @@ def spell_out_crops(module: fx.GraphModule) -> None:
             larger = [length + 2 * pad for length, pad in zip(size, padding, strict=True)]
             y = call(module.graph, aten.col2im.default, x, larger, kernel, dilation, [0, 0], stride)
             y = _cropped(module.graph, y, [number for pad in reversed(padding) for number in (-pad, -pad)])
-        _replace(node, y)
+        replace(node, y)
     for op in (aten.pad.default, aten.constant_pad_nd.default):
         for node in module.graph.find_nodes(op="call_function", target=op):
             sides = node.args[1]
@@ -218,7 +209,7 @@ def spell_out_crops(module: fx.GraphModule) -> None:
             with module.graph.inserting_before(node):
                 y = _cropped(module.graph, node.args[0], sides)
                 y = call(module.graph, op, y, [max(0, number) for number in sides], *node.args[2:])
-            _replace(node, y)
+            replace(node, y)
     module.recompile()
 
 
@@ -235,7 +226,7 @@ def spell_out_remainders(module: fx.GraphModule) -> None:
                 times = call(module.graph, getattr(aten.div, f"{kind}_mode"), x, divisor, rounding_mode="floor")
                 whole = call(module.graph, getattr(aten.mul, kind), times, divisor)
                 y = call(module.graph, aten.sub.Tensor, x, whole)
-            _replace(node, y)
+            replace(node, y)
     module.recompile()
 
 
@@ -247,12 +238,6 @@ def _cropped(graph: fx.Graph, x: fx.Node, sides: list[int]) -> fx.Node:
         if start or end:
             x = call(graph, torch.ops.aten.slice.Tensor, x, dim, start, x.meta["val"].shape[dim] - end)
     return x
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
-    by._rename(node.name)  # the program's signature calls outputs by it
 
 
 def spell_out_batch_norms(program: ExportedProgram) -> None:
@@ -280,7 +265,7 @@ def spell_out_batch_norms(program: ExportedProgram) -> None:
                 y = call(program.graph, op, y, constant(program, read[2], value.float().view(shape)))
             if y.meta["val"].dtype != x.meta["val"].dtype:  # x in half precision, the constants are not
                 y = call(program.graph, aten._to_copy.default, y, dtype=x.meta["val"].dtype)
-        _replace(node, y)
+        replace(node, y)
     program.graph_module.recompile()
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitwright.export.widened import call
+from bitwright.export.widened import call, replace
 
 from .activations import DynamicActivation
 from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, constant, has_scales_of_inputs, op_name
@@ -97,9 +97,7 @@ def _transpose(program: ExportedProgram, codes: fx.Node, weights: list[fx.Node])
             bias = node.args[:1] if op_name(node).startswith("aten::addmm") else ()
             with program.graph.inserting_before(node):
                 layer = call(program.graph, torch.ops.aten.linear.default, _left(node), weight, *bias)
-            node.replace_all_uses_with(layer)
-            program.graph.erase_node(node)
-            layer._rename(node.name)
+            replace(node, layer)
 
 
 def lower_dynamic_activations(program: ExportedProgram, activations: Mapping[str, DynamicActivation]) -> None:
@@ -167,9 +165,7 @@ def multiply_by_codes(program: ExportedProgram) -> bool:
             product = product if by_input else call(graph, aten.mul.Tensor, product, scale)
             if len(node.args) > 2 and node.args[2] is not None:
                 product = call(graph, aten.add.Tensor, product, node.args[2])
-        node.replace_all_uses_with(product)
-        graph.erase_node(node)
-        product._rename(node.name)  # the program's signature calls outputs by it
+        replace(node, product)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return found

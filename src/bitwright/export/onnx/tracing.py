@@ -18,6 +18,7 @@ from bitwright.export.conversion import (
     module_path,
     refuse_missing,
 )  # fmt: skip
+from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
 from bitwright.program.dynamic_marks import inputs_unmarked
 
@@ -37,7 +38,6 @@ def traced(
     dynamic_shapes: Any = None,
     *,
     opset: int | None = None,
-    optimize: bool = True,
     remedy: str | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
@@ -50,7 +50,6 @@ def traced(
         kwargs: keyword inputs.
         dynamic_shapes: as for ``torch.export``.
         opset: version of the operator set.
-        optimize: fold constants and the like.
         remedy: what a refused model's message ends with; None for advice on a compressed model.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
@@ -70,14 +69,25 @@ def traced(
                 dynamic_shapes=dynamic_shapes,
                 input_names=input_names,
                 output_names=output_names,
-                optimize=optimize,
                 custom_translation_table=translations(opset),
                 verbose=False,
             )
             _register_constants(program.model.graph)
             return program
     except ConversionError:
-        _refuse_lacking(model, args, kwargs, dynamic_shapes)
+        exported: Any = model
+        if isinstance(model, nn.Module):
+            with contextlib.suppress(ConversionError):
+                exported = captured(model, args, kwargs, dynamic_shapes)
+        if isinstance(exported, torch.export.ExportedProgram):
+            if spell_out_experts(exported.graph_module):
+                program = traced(
+                    exported, opset=opset, remedy=remedy, input_names=input_names, output_names=output_names
+                )
+                if dynamic_shapes:
+                    program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
+                return program
+            refuse_missing("torch.onnx", _missing(exported))  # all of them; it names only the first itself
         raise
 
 
@@ -100,17 +110,6 @@ def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
     for module in ("onnx", "onnxscript", "onnx_ir"):
         require(module, "onnx", "Export to ONNX")
     check_kernels(traced(program, opset=MIN_OPSET, remedy=OTHER_OPERATOR).model)
-
-
-def _refuse_lacking(
-    model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any
-) -> None:
-    """Refuse the operators that torch's registry lacks, all of them and by module; it names only the first itself."""
-    missing: dict[str, list[str]] = {}
-    with contextlib.suppress(ConversionError):
-        program = captured(model, args, kwargs, dynamic_shapes) if isinstance(model, nn.Module) else model
-        missing = _missing(program)
-    refuse_missing("torch.onnx", missing)
 
 
 def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from .embedding_bags import embedding_bag
 from .integers import KNOWN, WHOLE, known, product_and_sum, whole
 from .norms import batch_norm
 from .pools import average_pool
+from .sorts import sort_stably
 
 __all__ = ["translations"]
 
@@ -31,6 +32,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
         aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
         aten.embedding_bag.padding_idx: embedding_bag,
+        aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
         **{overload: where(overload, opset) for overload in WHERE},
         **{overload: extreme(overload, opset) for overload in EXTREMES},
