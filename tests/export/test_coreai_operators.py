@@ -116,6 +116,10 @@ FUNCTIONS = {
     "a hypotenuse": lambda x, i: torch.hypot(x, x.flip(1)),
     "exponential units": lambda x, i: F.elu(x, 0.3),
     "an error function": lambda x, i: torch.erfc(x / 4),
+    "functions of integers": lambda x, i: torch.reciprocal(i + 1)[..., None] * x + i.cos()[..., None],
+    "powers of integers": lambda x, i: ((i + 2) ** 0.4)[..., None] * x + (i**2)[..., None],
+    "an average of moved channels": lambda x, i: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
+    "sums at places": lambda x, i: x.scatter_reduce(1, i[..., None].expand(2, 5, 4), x.flip(1), "sum"),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }
 WEIGHT = torch.linspace(-1, 1, 12).view(4, 3)

@@ -328,11 +328,48 @@ def _sort_stably(x: Tensor, *, stable: bool | None, dim: int = -1, descending: b
     return _sort(x, dim, descending)
 
 
+def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Any:
+    """Sums at places; other ways to reduce have no operator."""
+    return torch.scatter(x, dim, index, src, reduce="add") if reduce == "sum" and include_self else NotImplemented
+
+
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """The tensor itself, as PyTorch's averages over all of it come out of a decomposition."""
+    moves = [(one, other) for length, one, other in zip(size, stride, x.stride(), strict=False) if length != 1]
+    same = list(size) == list(x.shape) and not storage_offset and all(one == other for one, other in moves)
+    return _aten.alias.default(x) if same else NotImplemented
+
+
+def _of_floats(function: Any) -> Callable[..., Any]:
+    """How a function of floats is computed of integers, for which coreai-torch has the wrong type."""
+
+    def of_floats(x: Tensor, *arguments: Any) -> Any:
+        return NotImplemented if x.dtype.is_floating_point else function(x.float(), *arguments)
+
+    return of_floats
+
+
+def _power(x: Tensor, exponent: float) -> Any:
+    """Powers of integers that are none, which the runtime computes in half precision."""
+    whole = isinstance(exponent, int) or x.dtype.is_floating_point
+    return NotImplemented if whole else torch.pow(x.float(), exponent)
+
+
+_FUNCTIONS_OF_FLOATS = [
+    getattr(_aten, name).default
+    for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "exp", "exp2", "expm1", "log", "log10",
+        "log1p", "log2", "reciprocal", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh",
+    )
+]  # fmt: skip
+
+
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
 RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
+    **{function: _of_floats(function) for function in _FUNCTIONS_OF_FLOATS},
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
     _aten.amax.default: _extreme(_aten.amax.default),
@@ -343,6 +380,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
     _aten.mul.Tensor: _multiply,
+    _aten.pow.Tensor_Scalar: _power,
     _aten.squeeze.dims: _squeeze,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
@@ -361,6 +399,8 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: _masked_select,
     _aten.remainder.Scalar: _remainder_of_number,
     _aten.scatter_add.default: _scatter_add,
+    _aten.as_strided.default: _as_strided,
+    _aten.scatter_reduce.two: _scatter_reduce,
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort_stably,
     _aten.unfold.default: _windows,
