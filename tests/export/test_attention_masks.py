@@ -65,3 +65,36 @@ def test_half_precision_in_onnx(dtype, kind, tmp_path):
     path = export_onnx(ready, inputs, tmp_path / "m.onnx")
     with torch.no_grad():
         assert sqnr(ready(*inputs), run_onnx(path, inputs)[0]) > 30
+
+
+class Gated(nn.Module):
+    """Normalised queries under a mask, whose result is laid together by a view, as in AFMoE."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.rest, self.out = nn.Linear(16, 32), nn.Linear(16, 64), nn.Linear(32, 16)
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        query = F.rms_norm(self.query(x).view(n, t, 4, 8), (8,)).transpose(1, 2)
+        key, value = self.rest(x).view(n, t, 4, 16).transpose(1, 2).chunk(2, -1)
+        mask = torch.ones(t, t, dtype=torch.bool).tril()[None, None].expand(n, 1, t, t)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.out(y.transpose(1, 2).view(n, t, -1))
+
+
+@pytest.mark.parametrize("target", ["onnx", "executorch", "coreai", "torch"])
+def test_views_behind_attention_of_quantized_queries(target, tmp_path):
+    """Of quantized queries, PyTorch's attention lays its result in another order, in which it has no such view."""
+    if TARGETS[target].missing() is not None:
+        pytest.skip(TARGETS[target].missing())
+    torch.manual_seed(0)
+    model, x = Gated().eval(), (torch.randn(2, 5, 16),)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="graph"))
+    ready = quantizer.prepare(x)
+    with quantizer.calibration_mode():
+        ready(*x)
+    ready.eval()
+    path = TARGETS[target].write(ready, x, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
+    with torch.no_grad():
+        assert sqnr(ready(*x), TARGETS[target].run(path, x)[0]) > 35

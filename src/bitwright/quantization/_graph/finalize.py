@@ -20,8 +20,9 @@ __all__ = ["folded_copy"]
 def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
     """Return a copy in eval mode with batch norms folded into weights and biases; simulators stay.
 
-    The copy has simulators of its own and refers to the parameters that folding does not change. Its code is not
-    generated yet. ``prepared`` is left as it is.
+    The copy has simulators of its own and refers to the parameters that folding does not change. Its views may copy,
+    since what a target puts in the places of simulators may lie in another order. Its code is not generated yet.
+    ``prepared`` is left as it is.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _states(prepared)}
     for child in prepared.modules():
@@ -29,6 +30,8 @@ def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
             replicate_module(child, memo)
     twin = uncompiled_copy(prepared, memo)
     twin.eval()
+    for view in twin.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        view.target = torch.ops.aten.reshape.default
     with torch.no_grad():
         _Folder(twin).run()
     return twin
