@@ -25,6 +25,7 @@ from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
 from .experts import spell_out_experts
 from .extras import require
+from .outputs import refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 from .widened import half_result, widen
 
@@ -137,6 +138,8 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         if any(user.args[1] == 1 and user.users for user in pool.users):
             missing.setdefault("aten.max_pool2d_with_indices.default with its indices", []).append(module_path(pool))
     refuse_missing("coreai-torch", missing)
+    refuse_numbers(program, "coreai-torch")
+    tensors_apart(program)
     give_parameters(program.graph)
     keep_casts(program.graph)
     _widen_halves(program.graph_module)

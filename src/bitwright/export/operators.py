@@ -23,6 +23,7 @@ from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
 from .executorch import check_executorch_operators
 from .onnx.tracing import check_onnx_operators
+from .outputs import refuse_numbers
 from .specimens import specimens
 from .targets import target_named
 from .uncompressed import float_copy
@@ -38,6 +39,9 @@ _BY_PROGRAM: Mapping[str, Callable[[torch.export.ExportedProgram], None] | None]
     "aot-inductor": None,
 }
 """What checks the programs of each target that is written from one; None where a program is all that is asked for."""
+
+_TENSORS_ONLY = {check_coreai_operators: "coreai-torch", check_onnx_operators: "torch.onnx"}
+"""Converters that take programs only if all that they return is tensors."""
 
 
 def check_operators(
@@ -90,6 +94,8 @@ def _check_program(
     program = captured(model, args, kwargs, dynamic_shapes)
     if check is None:
         return
+    if check in _TENSORS_ONLY:
+        refuse_numbers(program, _TENSORS_ONLY[check])
     if not dynamic_shapes:
         with contextlib.suppress(Exception):  # whatever it is, the whole program tells
             check(specimens(program))

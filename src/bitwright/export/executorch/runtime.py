@@ -17,13 +17,16 @@ __all__ = ["check", "largest_inputs", "load", "run_executorch"]
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Run a program once with ExecuTorch's Python runtime.
 
+    Returns:
+        The tensors among its outputs, in their order.
+
     Raises:
         MissingExtraError: ExecuTorch is not installed.
         ConversionError: there is no whole program in the file, or it does not take the inputs.
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        return [output.clone() for output in load(path).execute(list(inputs))]
+        return [output.clone() for output in _tensors(load(path).execute(list(inputs)))]
     except RuntimeError as error:
         raise ConversionError(
             f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "
@@ -60,12 +63,17 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
 
 def _check_outputs(path: Path, program: torch.export.ExportedProgram, inputs: Any, enough_db: float) -> None:
     args, kwargs = inputs
-    expected = [tensor.double() for tensor in tree_leaves(program.module()(*args, **kwargs))]
+    expected = [tensor.double() for tensor in _tensors(program.module()(*args, **kwargs))]
     found = run_executorch(path, tuple(tree_leaves(inputs)))
     noise = sum(float((a - b.double()).square().sum()) for a, b in zip(expected, found, strict=True))
     signal = sum(float(tensor.square().sum()) for tensor in expected)
     if not noise * 10 ** (enough_db / 10) <= signal:
         raise ValueError("its runtime computes something else than the exported program")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Models may return numbers and nothing besides tensors."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def largest_inputs(program: torch.export.ExportedProgram) -> Any:

@@ -20,6 +20,7 @@ from bitwright.export.conversion import (
 )  # fmt: skip
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
+from bitwright.export.outputs import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .kernels import check_kernels
@@ -87,6 +88,7 @@ def traced(
                 if dynamic_shapes:
                     program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
                 return program
+            refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", _missing(exported))  # all of them; it names only the first itself
         raise
 
