@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
 from bitwright.artifact.graph_sites import GraphSimulators
@@ -26,7 +27,7 @@ from bitwright.program.unlift import reserved_state
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
-    "refuse_finalized", "refuse_missing",
+    "plain_layout", "refuse_finalized", "refuse_missing",
 ]  # fmt: skip
 
 OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
@@ -201,12 +202,19 @@ def captured(
     """
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
-    with converting("torch.export"), inputs_unmarked(example_inputs, example_kwargs):
-        exported = torch.export.export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes=dynamic_shapes)
+    args, kwargs = tree_map_only(torch.Tensor, plain_layout, (example_inputs, dict(example_kwargs or {})))
+    with converting("torch.export"), inputs_unmarked(args, kwargs):
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     lost = reserved_state(exported)
     if lost is not None:
         raise ConversionError(f"torch.export cannot take this model. {_rename(lost)}")
     return exported
+
+
+def plain_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as programs take them: contiguous, or channels last."""
+    channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if channels_last else tensor.contiguous()
 
 
 def _rename(state: str) -> str:

@@ -25,7 +25,7 @@ from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
 from .experts import spell_out_experts
 from .extras import require
-from .outputs import refuse_numbers, tensors_apart
+from .signatures import drop_constants, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 from .widened import half_result, widen
 
@@ -122,6 +122,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         ConversionError: it does not translate all of them.
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    drop_constants(program)
     spell_out_experts(program.graph_module)
     spell_out_dynamic_sorts(program.graph_module)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
@@ -252,6 +253,6 @@ async def _run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of a type that Core AI has: its integers go up to 32 bits."""
+    """A contiguous tensor of a type that Core AI has: its numbers go up to 32 bits."""
     tensor = tensor.detach().contiguous()
-    return tensor.int() if tensor.dtype == torch.int64 else tensor
+    return tensor.to({torch.int64: torch.int32, torch.float64: torch.float32}.get(tensor.dtype, tensor.dtype))

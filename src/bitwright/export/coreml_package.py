@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bitwright.artifact.artifact import make_empty_directory
 from bitwright.common import CoreMLExportError, ExportBackend
@@ -40,10 +40,9 @@ def export_coreml(
 
     Args:
         model: prepared in eager or graph mode; not changed.
-        example_inputs: positional inputs: tensors, whose shapes are fixed in the package.
+        example_inputs: positional inputs. Shapes of tensors are fixed in the package; all else stays as it is here.
         path: the ``.mlpackage`` folder to write; it must be empty or not exist.
-        example_kwargs: keyword inputs. Tensors among them become inputs of the package, after the positional ones; all
-            else stays as it is here.
+        example_kwargs: keyword inputs. Tensors among them become inputs of the package, after the positional ones.
         precision: in which the program computes; ``"float16"`` is coremltools' own choice. Scales and look-up tables
             are stored in it. Inputs in half precision stay so.
 
@@ -62,11 +61,11 @@ def export_coreml(
         raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
     coremltools = require("coremltools", "coreml", "Export to Core ML")
     kwargs = dict(example_kwargs or {})
-    tensors = (*model.parameters(), *model.buffers(), *example_inputs, *kwargs.values())
+    tensors = (*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, kwargs)))
     if any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise CoreMLExportError(f"{NO_BFLOAT16}.")
-    finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)), kwargs)
-    inputs = finalized.inputs(example_inputs)
+    finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)), example_inputs, kwargs)
+    inputs = finalized.inputs()
     target = Path(path)
     make_empty_directory(target)
     target.rmdir()
@@ -123,8 +122,9 @@ def check_coreml_operators(
         MissingExtraError: the coreml extra is not installed.
         ConversionError: torch cannot trace the model, or coremltools cannot take it; with a problem for each operator.
     """
-    flat = _Flat(_in_float32(copy.deepcopy(model)) if _has_halves(model) else model, dict(example_kwargs or {}))
-    inputs = flat.inputs(example_inputs)
+    inner = _in_float32(copy.deepcopy(model)) if _has_halves(model) else model
+    flat = _Flat(inner, example_inputs, dict(example_kwargs or {}))
+    inputs = flat.inputs()
     traced = _traced(flat, inputs)
     coremltools = require("coremltools", "coreml", "Export to Core ML")
     refuse_missing("coremltools", _missing(coremltools, traced, inputs))
@@ -171,28 +171,29 @@ def _module_paths(traced: Any) -> dict[tuple[str, str], list[str]]:
 
 
 class _Flat(nn.Module):
-    """A model whose results come as a tuple: traces hold no dictionaries, and no objects of the user's classes.
+    """A model that takes tensors by position, and returns a tuple: traces hold no objects of other classes.
 
     Args:
         inner: the model.
-        kwargs: its keyword inputs. Tensors among them are given by position here, after the others.
+        args: its positional inputs. Tensors, in containers too, are given by position here; all else stays.
+        kwargs: its keyword inputs, likewise, after the others.
     """
 
-    def __init__(self, inner: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.inner = inner
-        self.fixed = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
-        self.named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        self._leaves, self._structure = tree_flatten((args, dict(kwargs)))
 
-    def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the positional inputs and the tensors among those by name."""
-        return (*args, *self.named.values())
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors among the inputs."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the only result, or a tuple of all of them."""
-        count = len(args) - len(self.named)
-        kwargs = {**self.fixed, **dict(zip(self.named, args[count:], strict=True))}
-        leaves = [leaf for leaf in tree_leaves(self.inner(*args[:count], **kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        leaves = [leaf for leaf in tree_leaves(self.inner(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 

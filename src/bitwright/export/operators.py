@@ -23,7 +23,7 @@ from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
 from .executorch import check_executorch_operators
 from .onnx.tracing import check_onnx_operators
-from .outputs import refuse_numbers
+from .signatures import refuse_numbers
 from .specimens import specimens
 from .targets import target_named
 from .uncompressed import float_copy

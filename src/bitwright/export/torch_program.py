@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from bitwright.artifact import CompressedTensor, PackedTensor
 from bitwright.artifact.sites import simulators_in
@@ -87,9 +88,22 @@ def export_torch(
 
 
 def run_torch(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a saved program once; return its outputs, flattened."""
+    """Run a saved program once.
+
+    Args:
+        path: the ``.pt2`` file.
+        inputs: the tensors among the program's inputs, in their order. What else it was captured with stays.
+
+    Returns:
+        The tensors among its outputs.
+    """
+    program = torch.export.load(path)
+    given = iter(inputs)
+    user_inputs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    leaves = [arg.value if isinstance(arg, ConstantArgument) else next(given) for arg in user_inputs]
+    args, kwargs = tree_unflatten(leaves, program.call_spec.in_spec)
     with torch.no_grad():
-        return _flat(torch.export.load(path).module()(*inputs))
+        return _flat(program.module()(*args, **kwargs))
 
 
 def has_compiler() -> bool:

@@ -25,6 +25,7 @@ from bitwright.export.conversion import (
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
 from bitwright.export.lowering import lower
+from bitwright.export.signatures import drop_constants, only_tensors
 from bitwright.export.sorts import spell_out_sorts
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
@@ -102,7 +103,7 @@ def export_executorch(
     for number, (what, weight, options) in enumerate(ways):
         try:
             program, by_codes = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
-            others = (example_inputs, dict(example_kwargs or {})) if dynamic_shapes else None
+            others = only_tensors((example_inputs, dict(example_kwargs or {}))) if dynamic_shapes else None
             with converting("ExecuTorch"):
                 target.write_bytes(_lowered(program, [] if options is None else _partitioners(by_codes, **options)))
                 check(target, program, others, 60 if exact else 15)
@@ -140,6 +141,7 @@ def _program(
 
 def _spell_out(program: torch.export.ExportedProgram) -> None:
     """Write with other operators what ExecuTorch lacks, or computes less exactly."""
+    drop_constants(program)
     check_convolutions(program.graph_module)
     spell_out_experts(program.graph_module)
     slices_for_splits(program.graph_module)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from bitwright.export.conversion import ConversionError
+from bitwright.export.conversion import ConversionError, plain_layout
 from bitwright.export.extras import require
 
 __all__ = ["check", "largest_inputs", "load", "run_executorch"]
@@ -26,7 +26,7 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        return [output.clone() for output in _tensors(load(path).execute(list(inputs)))]
+        return [output.clone() for output in _tensors(load(path).execute([plain_layout(one) for one in inputs]))]
     except RuntimeError as error:
         raise ConversionError(
             f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "

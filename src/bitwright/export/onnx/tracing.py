@@ -20,7 +20,7 @@ from bitwright.export.conversion import (
 )  # fmt: skip
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
-from bitwright.export.outputs import refuse_numbers
+from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .kernels import check_kernels
@@ -59,6 +59,10 @@ def traced(
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
             torch.onnx lacks.
     """
+    names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
+    if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
+        # torch.onnx takes a dictionary that comes last for keyword inputs
+        return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
     try:
         with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
             program: Any = torch.onnx.export(
@@ -68,8 +72,7 @@ def traced(
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=dynamic_shapes,
-                input_names=input_names,
-                output_names=output_names,
+                **names,
                 custom_translation_table=translations(opset),
                 verbose=False,
             )
@@ -82,15 +85,19 @@ def traced(
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
             if spell_out_experts(exported.graph_module):
-                program = traced(
-                    exported, opset=opset, remedy=remedy, input_names=input_names, output_names=output_names
-                )
-                if dynamic_shapes:
-                    program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
-                return program
+                return _traced_as_captured(exported, dynamic_shapes, opset, remedy, names)
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", _missing(exported))  # all of them; it names only the first itself
         raise
+
+
+def _traced_as_captured(
+    exported: torch.export.ExportedProgram, dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Any
+) -> Any:
+    program = traced(exported, opset=opset, remedy=remedy, **names)
+    if dynamic_shapes:
+        program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
+    return program
 
 
 def _register_constants(graph: Any) -> None:

@@ -1,0 +1,120 @@
+"""Inputs and outputs of exported programs that converters have no words for: no tensors, and one tensor twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
+from torch.utils._pytree import tree_flatten, tree_is_leaf
+
+from bitwright.planning import Problem, Severity
+
+from .conversion import ConversionError
+from .widened import call
+
+__all__ = ["drop_constants", "only_tensors", "refuse_numbers", "tensors_apart"]
+
+
+def refuse_numbers(program: torch.export.ExportedProgram, converter: str) -> None:
+    """Refuse a program that returns numbers or strings.
+
+    Args:
+        program: the program.
+        converter: its name, to begin the message with.
+
+    Raises:
+        ConversionError: the program returns something that is neither a tensor nor None.
+    """
+    for number, output in enumerate(_outputs(program)):
+        if output is not None and not (isinstance(output, fx.Node) and isinstance(output.meta["val"], torch.Tensor)):
+            what = "a size" if isinstance(output, fx.Node) else repr(output)
+            message = f"{converter} cannot take this model: its output {number} is {what}. Return tensors only."
+            raise ConversionError(message, (Problem("target", "the model itself", message, Severity.ERROR),))
+
+
+def drop_constants(program: torch.export.ExportedProgram) -> None:
+    """Let a program take tensors only, in place; what else it was captured with stays as it was then.
+
+    What it writes to its inputs is lost: a file has no tensor of its caller's.
+    """
+    signature, interface = program.graph_signature, program.module_call_graph[0].signature
+    constants = {spec.arg.name for spec in signature.input_specs if isinstance(spec.arg, ConstantArgument)}
+    inputs = only_tensors(program.example_inputs)
+    leaves, structure = tree_flatten(inputs)
+    if constants and len(leaves) == len(signature.input_specs) - len(constants) - len(_states(program)):
+        for node in program.graph.find_nodes(op="placeholder"):
+            if node.name in constants:
+                program.graph.erase_node(node)
+        signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name not in constants]
+        program._example_inputs = inputs
+        assert interface is not None
+        interface.in_spec, interface.forward_arg_names = structure, None
+    if any(_writes(node) for node in program.graph.nodes):
+        _copy_inputs(program)
+    program.graph_module.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _copy_inputs(program: torch.export.ExportedProgram) -> None:
+    """Let a program that writes to tensors write to copies of its inputs."""
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for name in program.graph_signature.user_inputs:
+        (node,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
+        with program.graph.inserting_before(first):
+            copied = call(program.graph, torch.ops.aten.clone.default, node)
+        node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+
+
+def only_tensors(inputs: Any) -> Any:
+    """Return positional and keyword inputs without what is no tensor, in tuples, lists and dictionaries too."""
+    if isinstance(inputs, dict):
+        return {name: only_tensors(value) for name, value in inputs.items() if _holds_tensors(value)}
+    if type(inputs) in (tuple, list):
+        return type(inputs)(only_tensors(value) for value in inputs if _holds_tensors(value))
+    return inputs
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a container, which keeps its place though it be empty."""
+    return isinstance(value, torch.Tensor | tuple | list | dict) or not tree_is_leaf(value)
+
+
+def _states(program: torch.export.ExportedProgram) -> list[InputSpec]:
+    return [spec for spec in program.graph_signature.input_specs if spec.kind != InputKind.USER_INPUT]
+
+
+def tensors_apart(program: torch.export.ExportedProgram) -> None:
+    """Leave out outputs that are None, and make tensors that are returned before others, in place.
+
+    The second of two equal outputs would be lost; a maximum of it and itself is what no optimizer takes for the same.
+
+    Args:
+        program: whose signature then has fewer outputs than its Python form.
+    """
+    aten, graph, signature = torch.ops.aten, program.graph, program.graph_signature
+    output, latest = graph.output_node(), dict[Any, Any]()
+    kept, specs = list[Any](), list[Any]()
+    for value, spec in zip(_outputs(program), signature.output_specs, strict=True):
+        if value is None:
+            continue
+        again = value in latest
+        if again:
+            with graph.inserting_before(output):
+                either = aten.logical_or if value.meta["val"].dtype == torch.bool else aten.maximum
+                same = call(graph, either.default, latest[value], latest[value])
+        latest[value] = same if again else value
+        kept.append(latest[value])
+        specs.append(dataclasses.replace(spec, arg=TensorArgument(same.name)) if again else spec)
+    output.args = (tuple(kept),)
+    signature.output_specs[:] = specs
+
+
+def _outputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
+    outputs: Any = program.graph.output_node().args[0]
+    return tuple(outputs)
