@@ -17,6 +17,10 @@ __all__ = ["check", "largest_inputs", "load", "run_executorch"]
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Run a program once with ExecuTorch's Python runtime.
 
+    Args:
+        path: the file.
+        inputs: tensors in the order of the program's inputs; what is none among them is passed over, as in the file.
+
     Returns:
         The tensors among its outputs, in their order.
 
@@ -26,7 +30,9 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        return [output.clone() for output in _tensors(load(path).execute([plain_layout(one) for one in inputs]))]
+        return [
+            output.clone() for output in _tensors(load(path).execute([plain_layout(one) for one in _tensors(inputs)]))
+        ]
     except RuntimeError as error:
         raise ConversionError(
             f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "
