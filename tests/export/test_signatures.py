@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.export.conversion import ConversionError
+from bitwright.export.conversion import ConversionError, captured
 from bitwright.export.operators import check_operators
+from bitwright.export.signatures import drop_constants
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.measures import sqnr
@@ -23,6 +24,11 @@ INPUTS = {
     "in a dictionary": (({"a": X, "b": X + 1, "c": 2},), {}, lambda f, d: f(d["a"]) * d["b"] + d["c"]),
     "in another order": ((X.T.contiguous().T, X[:1].expand(2, 8)), {}, lambda f, x, y: f(x) + y),
     "written to": ((X,), {}, lambda f, x: f(x.mul_(2)) + x),
+    "written to in parts": (
+        (X, X + 1),
+        {},
+        lambda f, x, y: (y.chunk(2)[0].add_(1), x.view(-1)[1:].relu_(), f(x) + y)[2],
+    ),
 }
 OUTPUTS = {
     "one tensor twice": lambda f, x: (lambda y: (y, y.relu(), y, y))(f(x)),
@@ -74,6 +80,14 @@ def test_inputs(name, target, tmp_path):
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name, target, tmp_path):
     _check(target, Model(OUTPUTS[name]).eval(), (X,), {}, tmp_path)
+
+
+def test_only_inputs_that_are_written_to_are_copied():
+    function = lambda f, x, y: f(x).relu_() + y.mul_(2)  # noqa: E731
+    program = captured(Model(function).eval(), (X, X + 1))
+    drop_constants(program)
+    copied = [node.args[0].name for node in program.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert copied == [program.graph_signature.user_inputs[1]]
 
 
 @pytest.mark.parametrize("target", ["coreai", "onnx"])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .graph_edits import replace
 from .ordered_sums import AveragedShape, OrderedSum
-from .widened import replace
 
 __all__ = ["average_in_order"]
 

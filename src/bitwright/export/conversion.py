@@ -213,6 +213,8 @@ def captured(
 
 def plain_layout(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as programs take them: contiguous, or channels last."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return tensor
     channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor if channels_last else tensor.contiguous()
 

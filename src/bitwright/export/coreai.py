@@ -25,9 +25,9 @@ from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
 from .experts import spell_out_experts
 from .extras import require
+from .graph_edits import half_result, widen
 from .signatures import drop_constants, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
-from .widened import half_result, widen
 
 __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
 

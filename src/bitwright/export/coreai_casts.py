@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .widened import call
+from .graph_edits import call
 
 __all__ = ["keep_casts"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .widened import call
+from .graph_edits import call
 
 __all__ = ["NORMS_IN_ARITHMETIC", "give_parameters"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from .widened import call
+from .graph_edits import call
 
 __all__ = ["keep_products_apart"]
 

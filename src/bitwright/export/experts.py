@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .widened import argument, call, replace
+from .graph_edits import argument, call, replace
 
 __all__ = ["spell_out_experts"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf
 from bitwright.planning import Problem, Severity
 
 from .conversion import ConversionError
-from .widened import call
+from .graph_edits import call
 
 __all__ = ["drop_constants", "only_tensors", "refuse_numbers", "tensors_apart"]
 
@@ -52,23 +54,40 @@ def drop_constants(program: torch.export.ExportedProgram) -> None:
         program._example_inputs = inputs
         assert interface is not None
         interface.in_spec, interface.forward_arg_names = structure, None
-    if any(_writes(node) for node in program.graph.nodes):
-        _copy_inputs(program)
+    _copy_written_inputs(program)
     program.graph_module.recompile()
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _copy_written_inputs(program: torch.export.ExportedProgram) -> None:
+    """Let a program that writes to its inputs write to copies of them."""
+    graph, given = program.graph, set(program.graph_signature.user_inputs)
+    written = [_viewed(node.args[0]) for node in graph.nodes if _writes(node)]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in dict.fromkeys(written):
+        if node.op != "placeholder" or node.name not in given:
+            continue
+        with graph.inserting_before(first):
+            copied = call(graph, torch.ops.aten.clone.default, node)
+        node.replace_all_uses_with(copied, delete_user_cb=partial(operator.is_not, copied))
 
 
-def _copy_inputs(program: torch.export.ExportedProgram) -> None:
-    """Let a program that writes to tensors write to copies of its inputs."""
-    first = next(node for node in program.graph.nodes if node.op != "placeholder")
-    for name in program.graph_signature.user_inputs:
-        (node,) = (node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
-        with program.graph.inserting_before(first):
-            copied = call(program.graph, torch.ops.aten.clone.default, node)
-        node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+def _writes(node: Any) -> bool:
+    """Whether an operator writes to its first argument, as those whose names end with an underscore do."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and bool(node.target._schema.is_mutable) and isinstance(node.args[0], fx.Node)
+
+
+def _viewed(node: Any) -> fx.Node:
+    """What a tensor shares its memory with, behind all views, and operators that return what they wrote to."""
+    while node.target is operator.getitem or _returns_memory(node):
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def _returns_memory(node: Any) -> bool:
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and any(value.alias_info is not None for value in node.target._schema.returns)
 
 
 def only_tensors(inputs: Any) -> Any:

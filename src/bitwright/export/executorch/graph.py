@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from bitwright.export.conversion import ConversionError, module_path
-from bitwright.export.widened import argument, call, replace
+from bitwright.export.graph_edits import argument, call, replace
 from bitwright.planning import Problem, Severity
 
 __all__ = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from bitwright.export.widened import call, half_result, widen
+from bitwright.export.graph_edits import call, half_result, widen
 
 from .graph import op_name
 

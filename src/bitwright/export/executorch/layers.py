@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bitwright.export.widened import call, replace
+from bitwright.export.graph_edits import call, replace
 
 from .activations import DynamicActivation
 from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, constant, has_scales_of_inputs, op_name

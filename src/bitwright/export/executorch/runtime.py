@@ -30,9 +30,8 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        return [
-            output.clone() for output in _tensors(load(path).execute([plain_layout(one) for one in _tensors(inputs)]))
-        ]
+        outputs = load(path).execute([plain_layout(tensor) for tensor in _tensors(inputs)])
+        return [output.clone() for output in _tensors(outputs)]
     except RuntimeError as error:
         raise ConversionError(
             f"ExecuTorch's runtime cannot run {str(path)!r} on inputs of shape {_shapes(inputs)}: {error}. Write the "

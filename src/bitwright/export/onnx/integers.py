@@ -9,45 +9,45 @@ import torch
 
 from .torchlib import operators, torchs_translation
 
-__all__ = ["KNOWN", "WHOLE", "known", "product_and_sum", "whole"]
+__all__ = ["PREDICATES", "ROUNDINGS", "predicate", "product_and_sum", "rounding"]
 
 _aten = torch.ops.aten
 _INTEGERS = {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
 
-WHOLE = (_aten.ceil.default, _aten.floor.default, _aten.round.default, _aten.trunc.default)
+ROUNDINGS = (_aten.ceil.default, _aten.floor.default, _aten.round.default, _aten.trunc.default)
 """Roundings, which leave integers as they are."""
 
-KNOWN = {_aten.isfinite.default: True, _aten.isnan.default: False}
+PREDICATES = {_aten.isfinite.default: True, _aten.isnan.default: False}
 """Questions about numbers, with the answer for integers."""
 
 
-def whole(rounding: Any, opset: int | None) -> Callable[..., Any]:
+def rounding(torchs: Any, opset: int | None) -> Callable[..., Any]:
     """Return the translation of a rounding.
 
     Args:
-        rounding: one of :data:`WHOLE`.
+        torchs: one of :data:`ROUNDINGS`.
         opset: version of the operator set; None for torch's choice.
     """
 
     def rounded(x: Any) -> Any:
-        return operators().Identity(x) if _are_integers(x) else torchs_translation(rounding, opset)(x)
+        return operators().Identity(x) if _are_integers(x) else torchs_translation(torchs, opset)(x)
 
     return rounded
 
 
-def known(question: Any, opset: int | None) -> Callable[..., Any]:
+def predicate(torchs: Any, opset: int | None) -> Callable[..., Any]:
     """Return the translation of a question about numbers.
 
     Args:
-        question: one of :data:`KNOWN`.
+        torchs: one of :data:`PREDICATES`.
         opset: version of the operator set; None for torch's choice.
     """
 
     def answer(x: Any) -> Any:
         if not _are_integers(x):
-            return torchs_translation(question, opset)(x)
+            return torchs_translation(torchs, opset)(x)
         yes = operators().Equal(x, x)
-        return yes if KNOWN[question] else operators().Not(yes)
+        return yes if PREDICATES[torchs] else operators().Not(yes)
 
     return answer
 

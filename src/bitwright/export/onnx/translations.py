@@ -10,7 +10,7 @@ import torch
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .embedding_bags import embedding_bag
-from .integers import KNOWN, WHOLE, known, product_and_sum, whole
+from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, rounding
 from .norms import batch_norm
 from .pools import average_pool
 from .sorts import sort_stably
@@ -36,6 +36,6 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: attention(opset),
         **{overload: where(overload, opset) for overload in WHERE},
         **{overload: extreme(overload, opset) for overload in EXTREMES},
-        **{overload: whole(overload, opset) for overload in WHOLE},
-        **{overload: known(overload, opset) for overload in KNOWN},
+        **{overload: rounding(overload, opset) for overload in ROUNDINGS},
+        **{overload: predicate(overload, opset) for overload in PREDICATES},
     }
