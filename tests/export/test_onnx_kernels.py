@@ -24,6 +24,7 @@ from tests.measures import sqnr
 from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
 
 ENOUGH_DB = 60
+BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 
 
 def _exported(ready, x, tmp_path, **options):
@@ -48,10 +49,58 @@ def test_int8_models_run_on_integer_kernels(mode, tmp_path):
     """ONNX Runtime finds its integer convolutions and products in the file, not only dequantized float ones."""
     model, x = built(ConvNet)
     _, ready = prepared(model, x, W8, QuantizationSpec(), mode)
-    kinds = _kinds_at_run_time(_exported(ready, x, tmp_path))
+    kinds = _kinds_at_run_time(_exported(ready, x, tmp_path, integer_kernels="fused"))
     assert kinds.count("QLinearConv") == 2
     assert kinds.count("QGemm") + kinds.count("QLinearMatMul") == 2
     assert "Conv" not in kinds
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_small_models_have_exact_sums(mode, tmp_path):
+    """In larger ones of narrow convolutions ONNX Runtime's fused kernels round the biases."""
+    torch.manual_seed(0)
+    small = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
+    for size, kind in ((12, "Conv"), (48, "QLinearConv")):
+        x = torch.randn(2, 3, size, size)
+        _, ready = prepared(copy.deepcopy(small).eval(), x, W8, BYTES, mode)
+        path = _exported(ready, x, tmp_path)
+        assert {"Conv", "QLinearConv"} & set(_kinds_at_run_time(path)) == {kind}
+        assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (ENOUGH_DB if kind == "Conv" else 40)
+    shapes = ({0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO},)
+    if mode == "eager":
+        path = _exported(ready, x, tmp_path, dynamic_shapes=shapes)
+        assert "Conv" not in _kinds_at_run_time(path)
+
+
+class Extremes(nn.Module):
+    """A convolution and a linear layer whose weights are all the largest, or the smallest, that there are."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(channels, 16, 3, padding=1), nn.Linear(16, 32)
+        for layer in (self.conv, self.linear):
+            signs = torch.arange(layer.weight.shape[0]) % 2 * 2 - 1
+            layer.weight.data = (signs.view(-1, *[1] * (layer.weight.dim() - 1)) / 8).expand_as(layer.weight).clone()
+
+    def forward(self, x):
+        return self.linear(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kernels", ["fused", "exact"])
+@pytest.mark.parametrize(("weight", "stored"), [("int8", "UINT8"), ("uint8", "UINT8"), ("int7", "INT8")])
+@pytest.mark.parametrize("channels", [8, 48])
+def test_sums_of_the_largest_codes_fit(channels, weight, stored, kernels, tmp_path):
+    """x86 without VNNI adds products of unsigned and signed codes in 16 bits, unless the weights are unsigned."""
+    torch.manual_seed(0)
+    model, x = Extremes(channels).eval(), torch.rand(2, channels, 6, 6)
+    _, ready = prepared(model, x, spec_of(weight), BYTES)
+    path = _exported(ready, x, tmp_path, integer_kernels=kernels)
+    graph = onnx.load(path).graph
+    types = {i.name: onnx.TensorProto.DataType.Name(i.data_type) for i in graph.initializer}
+    products = {n.input[1] for n in graph.node if n.op_type in ("MatMul", "Gemm", "Conv")}
+    weights = {types[n.input[0]] for n in graph.node if n.op_type == "DequantizeLinear" and n.output[0] in products}
+    assert weights == {stored}
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (ENOUGH_DB if kernels == "exact" else 40)
 
 
 class Wide(nn.Module):
@@ -73,7 +122,7 @@ def test_wide_int8_layers_are_integer_products_that_do_not_round_biases(mode, tm
     """Also for images of another size than the example."""
     torch.manual_seed(0)
     model, x = Wide().eval(), torch.randn(2, 48, 10, 10)
-    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    _, ready = prepared(model, x, W8, BYTES, mode)
     shapes = ({0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO},)
     path = _exported(ready, x, tmp_path, dynamic_shapes=None if mode == "graph" else shapes)
     kinds = _kinds_at_run_time(path)
@@ -104,10 +153,10 @@ class TiedLayers(nn.Module):
 def test_layers_with_one_weight_keep_their_own_biases_and_strides(mode, tmp_path):
     torch.manual_seed(0)
     model, x = TiedLayers().eval(), torch.randn(2, 48, 9, 8)
-    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    _, ready = prepared(model, x, W8, BYTES, mode)
     path = _exported(ready, x, tmp_path, integer_kernels="exact")
     assert _kinds_at_run_time(path).count("MatMulIntegerToFloat") == 4
-    codes = [i for i in onnx.load(path).graph.initializer if i.data_type == onnx.TensorProto.INT8]
+    codes = [i for i in onnx.load(path).graph.initializer if i.data_type == onnx.TensorProto.UINT8]
     sizes = [math.prod(i.dims) for i in codes if not i.name.endswith("zero_point")]
     assert sum(sizes) == model.near.weight.numel() + model.up.weight.numel()
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB
@@ -133,7 +182,7 @@ def test_one_tensor_for_several_kernels(width, groups, kernels, tmp_path):
     """The file is valid, whichever of its readers are integer products."""
     torch.manual_seed(0)
     model, x = Branches(width, groups).eval(), torch.randn(2, 8, 6, 6)
-    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    _, ready = prepared(model, x, W8, BYTES, "graph")
     found = run_onnx(_exported(ready, x, tmp_path, integer_kernels=kernels), (x,))
     for expected, result in zip(ready(x), found, strict=True):
         assert sqnr(expected, result) > (ENOUGH_DB if kernels in ("exact", False) else 40)
@@ -161,7 +210,7 @@ def test_biases_of_channels_without_weights_are_kept(layer, kernels, tmp_path):
     with torch.no_grad():
         model[0].weight[2], model[0].bias[2] = 0, 60.0
     x = torch.randn(4, 8, 6, 6) if isinstance(layer, nn.Conv2d) else torch.randn(20, 8)
-    _, ready = prepared(model, x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), "graph")
+    _, ready = prepared(model, x, W8, BYTES, "graph")
     found = run_onnx(_exported(ready, x, tmp_path, integer_kernels=kernels), (x,))[0]
     assert torch.equal(ready(x).select(1, 2), found.select(1, 2))
 

@@ -9,7 +9,7 @@ import torch
 
 from bitwright.export.extras import require
 
-__all__ = ["NodeBuilder", "onnx_type", "replace_value"]
+__all__ = ["NodeBuilder", "drop_unread_initializers", "onnx_type", "replace_value"]
 
 _VIEWED = {
     torch.bfloat16: (torch.int16, "bfloat16"),
@@ -33,6 +33,13 @@ def replace_value(old: Any, new: Any) -> None:
     if new.shape is None:
         new.shape, new.type = old.shape, old.type
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def drop_unread_initializers(graph: Any) -> None:
+    """Drop the initializers that no node reads, and that are no outputs of the graph."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in graph.outputs:
+            del graph.initializers[name]
 
 
 class NodeBuilder:

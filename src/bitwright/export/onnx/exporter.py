@@ -18,13 +18,14 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .activations import activation_opset, build_activation, has_nodes
 from .averages import average_in_order
-from .builder import NodeBuilder, replace_value
+from .builder import NodeBuilder, drop_unread_initializers, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
 from .half import compute_in_float32
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
 from .tracing import MIN_OPSET, traced
+from .unsigned import use_unsigned_weights
 from .weights import build_weight, permuted, weight_opset
 
 __all__ = ["export_onnx"]
@@ -61,15 +62,17 @@ def export_onnx(
         opset: version of the operator set; None for the smallest that holds the model, at least 18.
         int4: ``"qdq"``, or ``"matmul_nbits"`` for ONNX Runtime's own operator on linear layers with 4-bit weights in
             blocks of 16, 32, 64, 128 or 256 along the inputs.
-        unsigned_activations: write int8 activations as uint8 with a zero point that is 128 higher. The values are the
-            same; ONNX Runtime's kernels for x86 want them unsigned. False keeps them signed, as TensorRT wants them.
+        unsigned_activations: write int8 activations, and the weights that integer kernels multiply with them, as uint8
+            with a zero point that is 128 higher. The values are the same, and sums in ONNX Runtime's kernels for x86
+            do not overflow. False keeps them signed, as TensorRT wants them; on processors without VNNI ONNX Runtime
+            is then right with ``open_session(..., precise=True)`` only.
         integer_kernels: let ONNX Runtime multiply codes in layers between quantized activations. ``"fused"`` keeps
             layers whole, as every reader of such files fuses them; that rounds biases, which puts about one code in
             some thousands of a layer's output beside that of the prepared model. ``"exact"`` writes products whose
             biases are added in floating point, convolutions as products over patches, and layers that this would slow
-            down in floating point. True chooses the exact form where most of the work stays in integers, and the fused
-            one elsewhere and with signed activations. False keeps every operator in floating point, as slow as the
-            float model.
+            down in floating point. True chooses the exact form for small models and where most of the work stays in
+            integers, and the fused one elsewhere and with signed activations. False keeps every operator in floating
+            point, as slow as the float model.
         bfloat16_kernels: leave operators on bfloat16 values to the runtime's own kernels. False lets them compute in
             float32 between casts, as PyTorch does, for ONNX Runtime has no such kernels on the CPU.
         float16_kernels: the same for float16, which ONNX Runtime takes on the CPU, but rounds at other places than
@@ -142,6 +145,7 @@ def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> 
     exact = integer_kernels == "exact" or (integer_kernels is True and unsigned and exact_forms_are_fast(graph))
     use_exact_products(graph, overflowing_only=not exact)
     keep_misfits_apart(graph)
+    use_unsigned_weights(graph)
 
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
@@ -161,9 +165,7 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
         graph.remove(node, safe=True)
         if before is not None and not any(value.uses() or value in graph.outputs for value in before.outputs):
             graph.remove(before, safe=True)  # a ReLU that is now done on the codes
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in graph.outputs:
-            del graph.initializers[name]
+    drop_unread_initializers(graph)
     average_in_order(graph)
 
 

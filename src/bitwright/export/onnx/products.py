@@ -13,6 +13,7 @@ layers never stay whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .builder import NodeBuilder, replace_value
+from .builder import NodeBuilder, drop_unread_initializers, replace_value
 from .fusion import fits_integer_kernel, keep_apart, quantized_by
 
 __all__ = ["exact_forms_are_fast", "use_exact_products"]
@@ -30,6 +31,8 @@ _SHORTEST_SLICE = 48
 _END = (1 << 31) - 1
 _ON_GRID = 1e-3
 """How far from a whole number of units a bias may be: the codes are then those of a sum in another order."""
+_FEW = 2_000_000
+"""Multiplications for one input that take so little time that exact sums count for more."""
 _LARGEST = 1 << 30
 """How many units a bias may be: sums of codes have to fit into 32 bits with it."""
 
@@ -92,24 +95,37 @@ class _Layer:
         return bool(plain and channels >= (_SHORTEST_SLICE if max(kernel) > 1 else 16))
 
     @property
+    def _places(self) -> list[Any]:
+        """Along how many places a convolution moves its kernel in each dimension; what is no number is unknown."""
+        if self.node.op_type != "Conv":
+            return []
+        shape = self.node.outputs[0].shape
+        return [None] if shape is None else list(shape)[2:]
+
+    @property
+    def has_known_size(self) -> bool:
+        """Whether ``multiplications`` is how many one input takes."""
+        return all(isinstance(size, int) for size in self._places)
+
+    @property
     def multiplications(self) -> int:
-        """How many it takes, for a dimension of unknown length with a length of one."""
-        outputs = 1
-        if self.node.op_type == "Conv" and self.node.outputs[0].shape is not None:
-            for size in list(self.node.outputs[0].shape)[2:]:
-                outputs *= size if isinstance(size, int) else 1
-        return outputs * self.codes.size
+        """How many one input takes, for a dimension of unknown length with a length of one."""
+        return math.prod(size for size in self._places if isinstance(size, int)) * int(self.codes.size)
 
 
 def exact_forms_are_fast(graph: Any) -> bool:
-    """Whether most of the multiplications in layers with rounded biases are in such as have a fast exact form.
+    """Whether few multiplications in layers with rounded biases are in such as have no fast exact form.
+
+    That is at most a quarter of them, or so few that any form takes a fraction of a millisecond.
 
     Args:
         graph: an ``onnx_ir.Graph``.
     """
     layers = _layers_with_rounded_biases(graph)
-    slow = sum(layer.multiplications for layer in layers if not layer.has_fast_form)
-    return 4 * slow <= sum(layer.multiplications for layer in layers)
+    slow = [layer for layer in layers if not layer.has_fast_form]
+    few = _FEW if all(layer.has_known_size for layer in slow) else 0
+    most = max(few, sum(layer.multiplications for layer in layers) // 4)
+    return sum(layer.multiplications for layer in slow) <= most
 
 
 def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
@@ -249,6 +265,4 @@ def _drop_unread(graph: Any) -> None:
     for node in reversed(list(graph)):
         if not any(value.uses() or value in graph.outputs for value in node.outputs):
             graph.remove(node, safe=True)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in graph.outputs:
-            del graph.initializers[name]
+    drop_unread_initializers(graph)

@@ -30,8 +30,9 @@ def open_session(
         path: the file.
         optimize: let ONNX Runtime rewrite the graph; False runs it node by node as written.
         threads: threads of one operator; None for ONNX Runtime's choice.
-        precise: use products that cannot overflow on x86 processors without VNNI, where they are slower. ONNX Runtime
-            1.31 refuses models with tied weights in this mode.
+        precise: let products of signed weights not overflow on x86 processors without VNNI. Files of ``export_onnx``
+            need it with ``unsigned_activations=False`` only. ONNX Runtime 1.31 refuses models with tied weights in
+            this mode.
         also: names of inner values to return behind the outputs.
 
     Raises:
