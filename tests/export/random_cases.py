@@ -146,11 +146,11 @@ def _pruned(model, inputs, sparsity):
     return pruner, pruner.prepare(inputs)
 
 
-def random_case(seed):
-    """The case of a seed; its configuration may be one that the model does not allow."""
+def random_case(seed, networks=NETWORKS):
+    """The case of a seed, with one of some networks; its configuration may be one that the model does not allow."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    kind = rng.choice(NETWORKS)
+    kind = rng.choice(networks)
     dtype = rng.choice([torch.float32] * 6 + [torch.float16, torch.bfloat16])
     model = kind(rng).eval().to(dtype)
     inputs = model.inputs(dtype)

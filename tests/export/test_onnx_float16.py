@@ -87,6 +87,36 @@ def test_weights_in_blocks_are_not_multiplied_with_rounded_activations(dtype, tm
         assert sqnr(ready(x).float(), found.float()) > 60
 
 
+class _Gathering(nn.Module):
+    """A linear layer whose results are added up, or multiplied, in places that depend on them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x):
+        x = self.layer(x)
+        zeros, rows = torch.zeros_like(x), torch.tensor([0, 1, 1])
+        if self.how == "index_add":
+            return zeros.index_add(1, rows, x[:, :3]) * 2
+        if self.how == "index_put":
+            return zeros.index_put((rows,), x[:1].expand(3, -1), accumulate=True)
+        if self.how == "scatter_add":
+            return zeros.scatter_add(1, (x > 0).long(), x) + 1
+        return torch.ones_like(x).scatter_reduce(1, (x > 0).long(), x, "prod")
+
+
+@pytest.mark.parametrize("how", ["index_add", "index_put", "scatter_add", "scatter_reduce"])
+def test_writes_that_add_or_multiply_run_in_float32(how, tmp_path):
+    """ONNX Runtime opens a file that has them in float16, and cannot run it."""
+    torch.manual_seed(0)
+    model, x = _Gathering(how).eval().half(), torch.randn(4, 8).half()
+    ready = _prepared(model, x, QuantizerConfig.presets.w8(execution_mode="eager"))
+    path = export_onnx(ready, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert sqnr(ready(x).float(), run_onnx(path, (x,))[0].float()) > 55
+
+
 class _BatchFirst(nn.Module):
     """Layers that move the batch behind the sequence, and multiply by weights there."""
 

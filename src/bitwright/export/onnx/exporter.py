@@ -76,7 +76,8 @@ def export_onnx(
         bfloat16_kernels: leave operators on bfloat16 values to the runtime's own kernels. False lets them compute in
             float32 between casts, as PyTorch does, for ONNX Runtime has no such kernels on the CPU.
         float16_kernels: the same for float16, which ONNX Runtime takes on the CPU, but rounds at other places than
-            PyTorch. None for True unless activations are quantized, whose codes this moves.
+            PyTorch. None for True unless activations are quantized, whose codes this moves; indexed writes that add or
+            multiply, which it cannot run, are then in float32.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
 
@@ -104,8 +105,9 @@ def export_onnx(
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     if not bfloat16_kernels:
         compute_in_float32(program.model, "bfloat16")
-    if bool(lowered.activations) if float16_kernels is None else not float16_kernels:
-        compute_in_float32(program.model, "float16")
+    kept = not lowered.activations if float16_kernels is None else float16_kernels
+    if float16_kernels is None or not kept:
+        compute_in_float32(program.model, "float16", accumulating_writes_only=kept)
     keep_moved_batches_apart(program.model.graph)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)

@@ -23,7 +23,9 @@ _SOURCE = {"CastLike": 1, "DequantizeLinear": 1, "Where": 1}
 _OTHER_TYPE = {"QuantizeLinear", "Shape", "Size"}
 
 
-def compute_in_float32(model: Any, dtype: Literal["bfloat16", "float16"]) -> None:
+def compute_in_float32(
+    model: Any, dtype: Literal["bfloat16", "float16"], *, accumulating_writes_only: bool = False
+) -> None:
     """Let every operator on values in half precision compute in float32, with results rounded to half precision.
 
     Inputs, outputs and weights stay as they are, and so does a model without such values.
@@ -31,11 +33,14 @@ def compute_in_float32(model: Any, dtype: Literal["bfloat16", "float16"]) -> Non
     Args:
         model: an ``onnx_ir.Model``; changed in place.
         dtype: of the values.
+        accumulating_writes_only: leave all operators but indexed writes that add or multiply, which ONNX Runtime takes
+            in float16, and then cannot run.
     """
     ir = require("onnx_ir", "onnx", "Export to ONNX")
     _name_types(ir, model.graph.all_nodes())
     for number, graph in enumerate((model.graph, *model.graph.subgraphs())):
-        _Casts(ir, graph, dtype.upper(), f"_float32_{number}" if number else "_float32").insert()
+        casts = _Casts(ir, graph, dtype.upper(), f"_float32_{number}" if number else "_float32")
+        casts.insert(accumulating_writes_only)
 
 
 def _name_types(ir: Any, nodes: Any) -> None:
@@ -49,6 +54,11 @@ def _name_types(ir: Any, nodes: Any) -> None:
                 value.type = ir.TensorType(ir.DataType(node.attributes["to"].value))
             elif node.op_type not in _OTHER_TYPE and source is not None:
                 value.type = source.type
+
+
+def _accumulates(node: Any) -> bool:
+    how = node.attributes.get("reduction")
+    return node.op_type in ("ScatterElements", "ScatterND") and how is not None and how.value in ("add", "mul")
 
 
 class _Casts:
@@ -68,15 +78,17 @@ class _Casts:
         self._suffix = suffix
         self._widened: dict[Any, Any] = {}
 
-    def insert(self) -> None:
+    def insert(self, accumulating_writes_only: bool) -> None:
         for node in list(self._graph):
             if node.domain == "" and node.op_type in _ANY_TYPE:
+                continue
+            if accumulating_writes_only and not _accumulates(node):
                 continue
             for index, value in enumerate(node.inputs):
                 if self._is_narrow(value):
                     node.replace_input_with(index, self._wide(value, node))
             for value in node.outputs:
-                if self._is_narrow(value) and self._is_inside(value, node):
+                if self._is_narrow(value) and not accumulating_writes_only and self._is_inside(value, node):
                     value.type = self._ir.TensorType(self._ir.DataType.FLOAT)
                 elif self._is_narrow(value):
                     self._round(value, node)
