@@ -260,3 +260,31 @@ def test_weights_that_are_no_integers_stay_as_they_are_between_quantized_activat
     _, ready = prepared(model, x, blocks_of_32 if weights == "fp4" and kind is Mlp else None, QuantizationSpec())
     for options in ({}, {"integer_kernels": False}):
         assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path, **options), (x,))[0]) > ENOUGH_DB
+
+
+class _Adding(nn.Module):
+    """A linear layer whose results are added to rows of themselves along one dimension."""
+
+    def __init__(self, axis, rows):
+        super().__init__()
+        self.layer, self.axis = nn.Linear(8, 8), axis
+        self.register_buffer("rows", torch.tensor(rows))
+
+    def forward(self, x):
+        x = self.layer(x)
+        added = x.index_select(self.axis, self.rows) * 3
+        replaced, summed = x.clone(), x.clone()
+        where = (slice(None),) * self.axis + (self.rows,)
+        replaced[where] = added
+        summed.index_put_((torch.arange(x.shape[0])[:, None], self.rows), added, accumulate=True)
+        return x.index_add(self.axis, self.rows, added), replaced, summed
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0, 1]])
+def test_what_is_added_to_all_rows_in_order_is_added(rows, tmp_path):
+    """The optimizer takes such a ScatterND for one that replaces them."""
+    torch.manual_seed(0)
+    model, x = _Adding(1, rows).eval(), torch.randn(2, 2, 3, 8)
+    _, ready = prepared(model, x, W8, None)
+    for expected, found in zip(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,)), strict=True):
+        assert sqnr(expected, found) > 110

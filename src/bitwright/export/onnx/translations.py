@@ -10,6 +10,7 @@ import torch
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .embedding_bags import embedding_bag
+from .indexing import WRITES, indexed_write
 from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, rounding
 from .norms import batch_norm
 from .pools import average_pool
@@ -34,6 +35,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.embedding_bag.padding_idx: embedding_bag,
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
+        **{overload: indexed_write(overload, opset) for overload in WRITES},
         **{overload: where(overload, opset) for overload in WHERE},
         **{overload: extreme(overload, opset) for overload in EXTREMES},
         **{overload: rounding(overload, opset) for overload in ROUNDINGS},
