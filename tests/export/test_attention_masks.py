@@ -98,3 +98,34 @@ def test_views_behind_attention_of_quantized_queries(target, tmp_path):
     path = TARGETS[target].write(ready, x, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
     with torch.no_grad():
         assert sqnr(ready(*x), TARGETS[target].run(path, x)[0]) > 35
+
+
+class WithoutHeads(nn.Module):
+    """Attention of vectors in as many dimensions as they come in, causal or under a mask."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.layer, self.masked = nn.Linear(8, 24), masked
+
+    def forward(self, x):
+        query, key, value = self.layer(x).chunk(3, -1)
+        if not self.masked:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril(-1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8)])
+def test_attention_without_heads_in_onnx(shape, masked, tmp_path):
+    """torch's translation takes four dimensions only."""
+    if TARGETS["onnx"].missing() is not None:
+        pytest.skip(TARGETS["onnx"].missing())
+    torch.manual_seed(0)
+    model, x = WithoutHeads(masked).eval(), torch.randn(*shape)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,))
+    sizes = ({0: torch.export.Dim.DYNAMIC},) if len(shape) == 3 else None
+    TARGETS["onnx"].write(ready, (x,), tmp_path / "m.onnx", {}, sizes)
+    with torch.no_grad():
+        for inputs in (x, x[:2]) if sizes else (x,):
+            assert sqnr(ready(inputs), TARGETS["onnx"].run(tmp_path / "m.onnx", (inputs,))[0]) > 110

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bitwright.export.extras import require
+
 from .torchlib import operators, torchs_translation
 
 __all__ = ["attention"]
@@ -32,10 +34,24 @@ def attention(opset: int | None) -> Callable[..., Any]:
         enable_gqa: bool = False,
     ) -> Any:
         torchs = torchs_translation(torch.ops.aten.scaled_dot_product_attention.default, opset)
+        added = list(range(4 - len(query.shape))) if len(query.shape) == len(key.shape) == len(value.shape) else []
+        query, key, value = (_with_dimensions(x, added) for x in (query, key, value))
         result = torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if added:
+            result = operators().Squeeze(result, added)
         return result if attn_mask is None else _zero_where_nothing_is_seen(result, attn_mask)
 
     return scaled_dot_product_attention
+
+
+def _with_dimensions(x: Any, added: list[int]) -> Any:
+    """Put dimensions of one element in front, since torch's translation takes four dimensions only."""
+    if not added:
+        return x
+    lifted = operators().Unsqueeze(x, added)
+    lifted.shape = require("onnx_ir", "onnx", "Export to ONNX").Shape([*(1 for _ in added), *x.shape])
+    lifted.type = x.type
+    return lifted
 
 
 def _zero_where_nothing_is_seen(result: Any, mask: Any) -> Any:
