@@ -24,6 +24,7 @@ from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranulari
 
 CHANNEL = PerChannelGranularity(axis=0)
 W8 = QuantizationSpec(dtype="int8", granularity=CHANNEL)
+BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 
 
 def blocks(size, axis=1):

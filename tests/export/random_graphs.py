@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .random_networks import Network
+
 __all__ = ["Graph"]
 
 LARGEST = 3000
@@ -416,10 +418,17 @@ UNARY = [
 LAYERS = [_linear, _linear, _linear, _function_linear, _convolution, _convolution]
 
 
-def _elementwise(rng, x, y):
+def _broadcast(*shapes):
+    """Whether shapes go together."""
     try:
-        torch.broadcast_shapes(x.shape, y.shape)
+        torch.broadcast_shapes(*shapes)
     except RuntimeError:
+        return False
+    return True
+
+
+def _elementwise(rng, x, y):
+    if not _broadcast(x.shape, y.shape):
         return None
     return rng.choice([
         torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, lambda x, y: x / (y.abs() + 1),
@@ -442,11 +451,7 @@ def _join(rng, x, y):
 
 
 def _product(rng, x, y):
-    if x.dim() < 2 or y.dim() < 2:
-        return None
-    try:
-        torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    except RuntimeError:
+    if x.dim() < 2 or y.dim() < 2 or not _broadcast(x.shape[:-2], y.shape[:-2]):
         return None
     scale = x.shape[-1] ** -0.5
     if x.shape[-1] == y.shape[-2]:
@@ -461,12 +466,8 @@ def _product(rng, x, y):
 BINARY = [_elementwise, _elementwise, _elementwise, _join, _product, _product]
 
 
-class Graph(nn.Module):
-    """Random operators applied to an input and to each other's results; every other one is a layer with weights.
-
-    Attributes:
-        shape: shape of its input without the batch.
-    """
+class Graph(Network):
+    """Random operators applied to an input and to each other's results; several are layers with weights."""
 
     def __init__(self, rng):
         super().__init__()
@@ -479,8 +480,8 @@ class Graph(nn.Module):
                 if len(self.steps) >= wanted:
                     break
                 self._try_step(rng, values)
-        self.used = {i for _, inputs in self.steps for i in inputs}
-        self.results = [i for i in range(len(values)) if i not in self.used] or [len(values) - 1]
+        used = {i for _, inputs in self.steps for i in inputs}
+        self.results = [i for i in range(len(values)) if i not in used]
 
     def _try_step(self, rng, values):
         layers = sum(isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d) for module in self.modules())
@@ -498,10 +499,6 @@ class Graph(nn.Module):
         self.functions.append(function if isinstance(function, nn.Module) else _Call(function))
         self.steps.append((len(self.functions) - 1, inputs))
         values.append(y)
-
-    def inputs(self, dtype, batch=2):
-        """Return random inputs."""
-        return (torch.randn(batch, *self.shape).to(dtype),)
 
     def forward(self, x):
         values = [x]

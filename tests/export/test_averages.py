@@ -11,14 +11,11 @@ from torch.nn import functional as F
 
 from bitwright.export.averages import average_in_order
 from bitwright.export.targets import TARGETS
-from bitwright.quantization import QuantizationSpec
 from tests.measures import sqnr
 
-from .models import W8, Pooled, prepared
+from .models import BYTES, W8, Pooled, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
-
-BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 
 
 class Averages(nn.Module):

@@ -283,10 +283,9 @@ def test_all_roundings_beside_calibrated_activations_are_pytorchs_or_ties(name, 
         ready(x)
     rows = roundings(ready, (x,), tmp_path / "piece.pte")
     assert {row.name.partition("_")[0] for row in rows} == {"quantize", "round"}
-    numbers = sum(row.numbers for row in rows)
-    assert numbers > 150_000
-    # 15 to 36 for other seeds: codes quantized anew lie half way between two often, and sums differ by processor.
-    assert sum(row.differing for row in rows) < numbers / 2000
+    assert sum(row.numbers for row in rows) > 150_000
+    # Codes quantized anew lie half way between two often: how many of them, depends on the processor's order of sums.
+    assert sum(row.differing for row in rows) < 30
     assert max(row.error for row in rows) < 1e-4
 
 

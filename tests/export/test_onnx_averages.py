@@ -16,14 +16,13 @@ pytest.importorskip("onnxruntime")
 import onnx
 
 from bitwright.export.onnx import export_onnx, run_onnx
-from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 from bitwright.quantization.config import OpQuantizerConfig
 
-from .models import W8, Pooled, prepared
+from .models import BYTES, W8, Pooled, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
 
-BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 ROWS = [2, 5, 8, 12, 49, 64, 100, 300]
 COLUMNS = [(7, 3), (17, 6), (16, 32), (49, 40), (100, 77), (256, 5)]
 

@@ -21,10 +21,9 @@ from bitwright.export.onnx import compare_codes, export_onnx, run_onnx
 from bitwright.export.onnx.activations import has_nodes
 from bitwright.quantization import QuantizationSpec
 
-from .models import W8, Deconv, Mlp, Tied, built, prepared
+from .models import BYTES, W8, Deconv, Mlp, Tied, built, prepared
 from .test_random_models import _prepared
 
-BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 TIE = 1e-4
 """How near a bound, in steps, float32 sums of a few hundred terms are decided by the order of additions."""
 

@@ -17,14 +17,13 @@ import onnx
 import onnxruntime
 
 from bitwright.export.onnx import export_onnx, run_onnx
-from bitwright.quantization import QuantizationSpec
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity
 from tests.measures import sqnr
 
-from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
+from .models import BYTES, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
 
 ENOUGH_DB = 60
-BYTES = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 
 
 def _exported(ready, x, tmp_path, **options):
@@ -101,6 +100,42 @@ def test_sums_of_the_largest_codes_fit(channels, weight, stored, kernels, tmp_pa
     weights = {types[n.input[0]] for n in graph.node if n.op_type == "DequantizeLinear" and n.output[0] in products}
     assert weights == {stored}
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (ENOUGH_DB if kernels == "exact" else 40)
+
+
+class Queries(nn.Module):
+    """A linear function of a parameter, with a weight; both are too large to be multiplied at export."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.weight = nn.Parameter(torch.randn(1024, 64)), nn.Parameter(torch.randn(32, 64) / 8)
+
+    def forward(self, x):
+        return x + nn.functional.linear(self.queries, self.weight)
+
+
+@pytest.mark.parametrize("unsigned", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("activation", [None, BYTES])
+def test_products_of_two_weights(activation, mode, unsigned, tmp_path):
+    """Neither factor is an activation."""
+    torch.manual_seed(0)
+    model, x = Queries().eval(), torch.randn(2, 1024, 32)
+    activations = None if activation is None else {"*": activation}
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(
+            op_state_spec={"*": W8}, op_input_spec=activations, op_output_spec=activations
+        ),
+        execution_mode=mode,
+    )
+    quantizer = Quantizer(model, config)
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    path = _exported(ready, x, tmp_path, unsigned_activations=unsigned)
+    graph = onnx.load(path).graph
+    codes = {initializer.name for initializer in graph.initializer}
+    assert sum(node.op_type == "DequantizeLinear" and node.input[0] in codes for node in graph.node) == 2
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (ENOUGH_DB if activation is None else 40)
 
 
 class Wide(nn.Module):

@@ -34,22 +34,23 @@ def attention(opset: int | None) -> Callable[..., Any]:
         enable_gqa: bool = False,
     ) -> Any:
         torchs = torchs_translation(torch.ops.aten.scaled_dot_product_attention.default, opset)
-        added = list(range(4 - len(query.shape))) if len(query.shape) == len(key.shape) == len(value.shape) else []
-        query, key, value = (_with_dimensions(x, added) for x in (query, key, value))
+        rank = max(len(x.shape) for x in (query, key, value))
+        query, key, value = map(_in_four_dimensions, (query, key, value))
         result = torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if added:
-            result = operators().Squeeze(result, added)
+        if rank < 4:
+            result = operators().Squeeze(result, list(range(4 - rank)))
         return result if attn_mask is None else _zero_where_nothing_is_seen(result, attn_mask)
 
     return scaled_dot_product_attention
 
 
-def _with_dimensions(x: Any, added: list[int]) -> Any:
+def _in_four_dimensions(x: Any) -> Any:
     """Put dimensions of one element in front, since torch's translation takes four dimensions only."""
-    if not added:
+    added = 4 - len(x.shape)
+    if added <= 0:
         return x
-    lifted = operators().Unsqueeze(x, added)
-    lifted.shape = require("onnx_ir", "onnx", "Export to ONNX").Shape([*(1 for _ in added), *x.shape])
+    lifted = operators().Unsqueeze(x, list(range(added)))
+    lifted.shape = require("onnx_ir", "onnx", "Export to ONNX").Shape([1] * added + list(x.shape))
     lifted.type = x.type
     return lifted
 

@@ -9,7 +9,7 @@ import torch
 
 from .torchlib import operators, torchs_translation
 
-__all__ = ["EXTREMES", "WHERE", "add", "extreme", "where"]
+__all__ = ["EXTREMES", "WHERE", "add", "are_bools", "extreme", "where"]
 
 _BOOL, _INT32 = 9, 6
 _aten = torch.ops.aten
@@ -29,7 +29,7 @@ def add(opset: int | None) -> Callable[..., Any]:
     """
 
     def add_tensors(x: Any, other: Any, alpha: float = 1.0) -> Any:
-        if _are_bools(x, other):
+        if are_bools(x, other):
             return operators().Or(x, other)
         return torchs_translation(_aten.add.Tensor, opset)(x, other, alpha)
 
@@ -45,7 +45,7 @@ def where(torchs: Any, opset: int | None) -> Callable[..., Any]:
     """
 
     def where_tensors(condition: Any, x: Any, other: Any) -> Any:
-        if not _are_bools(x, other):
+        if not are_bools(x, other):
             return torchs_translation(torchs, opset)(condition, x, other)
         op = operators()
         return op.Or(op.And(condition, x), op.And(op.Not(condition), other))
@@ -63,7 +63,7 @@ def extreme(torchs: Any, opset: int | None) -> Callable[..., Any]:
 
     def extremes(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
         translation = torchs_translation(torchs, opset)
-        if not _are_bools(x):
+        if not are_bools(x):
             return translation(x, dim, keepdim)
         op = operators()
         return op.Cast(translation(op.Cast(x, to=_INT32), dim, keepdim), to=_BOOL)
@@ -71,5 +71,5 @@ def extreme(torchs: Any, opset: int | None) -> Callable[..., Any]:
     return extremes
 
 
-def _are_bools(*tensors: Any) -> bool:
+def are_bools(*tensors: Any) -> bool:
     return all(isinstance(tensor, bool) or getattr(tensor, "dtype", None) == _BOOL for tensor in tensors)

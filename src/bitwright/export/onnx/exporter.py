@@ -103,11 +103,7 @@ def export_onnx(
     )  # fmt: skip
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
-    if not bfloat16_kernels:
-        compute_in_float32(program.model, "bfloat16")
-    kept = not lowered.activations if float16_kernels is None else float16_kernels
-    if float16_kernels is None or not kept:
-        compute_in_float32(program.model, "float16", accumulating_writes_only=kept)
+    _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
     _drop_metadata(program.model)
     program.model.opset_imports.pop(DOMAIN, None)
@@ -148,6 +144,16 @@ def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> 
     use_exact_products(graph, overflowing_only=not exact)
     keep_misfits_apart(graph)
     use_unsigned_weights(graph)
+
+
+def _choose_precision(model: Any, lowered: LoweredModel, bfloat16_kernels: bool, float16_kernels: bool | None) -> None:
+    """Let operators on half precision that shall not run in it, or cannot, compute in float32."""
+    if not bfloat16_kernels:
+        compute_in_float32(model, "bfloat16")
+    if float16_kernels is False or (float16_kernels is None and lowered.activations):
+        compute_in_float32(model, "float16")
+    elif float16_kernels is None:
+        compute_in_float32(model, "float16", accumulating_writes_only=True)
 
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:

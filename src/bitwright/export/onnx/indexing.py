@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .bools import are_bools
 from .torchlib import operators, torchs_translation
 
 __all__ = ["WRITES", "indexed_write"]
@@ -28,7 +29,7 @@ def indexed_write(torchs: Any, opset: int | None) -> Callable[..., Any]:
 
     def write(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
         put = torchs_translation(torchs, opset)
-        if not accumulate or _is_bool(x) or any(map(_is_bool, indices)):
+        if not accumulate or are_bools(x) or any(map(are_bools, indices)):
             return put(x, indices, values, accumulate)
         op = operators()
         zeros = op.Expand(op.CastLike(0, x), op.Shape(x))
@@ -36,7 +37,3 @@ def indexed_write(torchs: Any, opset: int | None) -> Callable[..., Any]:
         return op.Add(x, put(zeros, indices, values, True))
 
     return write
-
-
-def _is_bool(value: Any) -> bool:
-    return getattr(getattr(value, "dtype", None), "name", None) == "BOOL"

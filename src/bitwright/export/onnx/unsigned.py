@@ -40,7 +40,9 @@ def use_unsigned_weights(graph: Any) -> None:
 def _may_overflow(x: Any, weight: Any, product: Any) -> bool:
     """Whether a kernel for unsigned and signed codes runs the product, and two products may not fit into 16 bits."""
     codes = weight.inputs[0].const_value
-    if codes is None or codes.dtype.name != "INT8" or x.inputs[2].dtype.name != "UINT8":
+    if x.inputs[0].const_value is not None or x.inputs[2].dtype.name != "UINT8":
+        return False
+    if codes is None or codes.dtype.name != "INT8":
         return False
     return fits_integer_kernel(weight, product) and bool((np.abs(codes.numpy().astype(np.int16)) > _SMALL).any())
 
