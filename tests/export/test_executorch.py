@@ -15,7 +15,7 @@ from bitwright.export.conversion import ConversionError
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.planning import Severity
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-from bitwright.quantization.spec import PerTokenGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerTokenGranularity
 from tests.measures import sqnr
 
 from .executorch_pieces import roundings
@@ -428,6 +428,20 @@ def test_damaged_files_and_wrong_inputs_are_named(tmp_path):
     path.unlink()
     with pytest.raises(ConversionError, match=r"model\.pte"):
         run_executorch(path, (x,))
+
+
+def test_fp4_blocks_with_scales_computed_at_run_time(tmp_path):
+    model, x = built(Mlp)
+    spec = QuantizationSpec(
+        dtype="float4_e2m1fn",
+        granularity=PerBlockGranularity(axis=-1, block_size=32),
+        scale_dtype="float8_e8m0fnu",
+        qparam_calculator_cls="dynamic",
+    )
+    _, ready = prepared(model, x, W8, spec)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte")
+    for other in (x, x * 1e-30, x * torch.tensor([0, 1]).repeat_interleave(32)):
+        assert sqnr(ready(other), run_executorch(path, (other,))[0]) > 100
 
 
 def test_fp8_activations_are_refused_by_name(tmp_path):

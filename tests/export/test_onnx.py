@@ -159,17 +159,21 @@ def test_activations_per_channel_load_in_a_default_session(tmp_path):
     assert sqnr(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,))[0]) > 35
 
 
-def test_power_of_two_scales_at_run_time_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
+def test_power_of_two_scales_are_computed_at_run_time(dtype, mode, tmp_path):
+    """Microscaling formats; blocks of zeros, and numbers of all sizes, have the scales that PyTorch has."""
     model, x = built(Mlp)
     spec = QuantizationSpec(
-        dtype="float8_e4m3fn",
+        dtype=dtype,
         granularity=PerBlockGranularity(axis=-1, block_size=32),
         scale_dtype="float8_e8m0fnu",
         qparam_calculator_cls="dynamic",
     )
-    _, ready = prepared(model, x, W8, spec)
-    with pytest.raises(ValueError, match=r"up\.linear_quantize_input.*power-of-two scales"):
-        _exported(ready, x, tmp_path)
+    _, ready = prepared(model, x, W8, spec, mode)
+    path = _exported(ready, x, tmp_path)
+    for other in (x, x * 1e-30, x * 3e30, x * torch.tensor([0, 1]).repeat_interleave(32)):
+        assert sqnr(ready(other), run_onnx(path, (other,))[0]) > 100
 
 
 def test_pruned_weights_with_zero_points_are_transposed_right(tmp_path):

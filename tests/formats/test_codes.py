@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
-from bitwright.formats import decode, encode, format_of, round_to_fp4, round_to_fp8
+from bitwright.formats import (
+    decode,
+    encode,
+    format_of,
+    power_of_two_scale,
+    power_of_two_scale_by_arithmetic,
+    round_to_fp4,
+    round_to_fp8,
+)
 from bitwright.formats.rounding import round_to_format
 
 from .slow_formats import FLOAT_FORMATS, finite_codes, float_value, nearest_code, power_of_two_code
@@ -85,6 +93,17 @@ def test_integers_keep_their_value_and_saturate(name: str) -> None:
     assert codes.dtype == fmt.storage
     assert codes.tolist() == [min(max(v, low), high) for v in values.tolist()]
     assert torch.equal(decode(codes, fmt), codes.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_power_of_two_scales_by_arithmetic_are_those_by_bits(dtype: torch.dtype) -> None:
+    """Next to each power of two, of numbers from all over float32, and of what is not finite."""
+    powers = torch.ldexp(torch.ones(255), torch.arange(-127, 128))
+    neighbours = [torch.nextafter(powers, torch.tensor(to)) for to in (0.0, float("inf"))]
+    spread = torch.arange(0, 2**31, 99_991).to(torch.int32).view(torch.float32)
+    special = torch.tensor([0.0, 1e-45, torch.finfo(torch.float32).max, float("inf"), float("nan")])
+    x = torch.cat([powers, *neighbours, spread, special])
+    assert torch.equal(power_of_two_scale_by_arithmetic(x, dtype), power_of_two_scale(x, dtype))
 
 
 def test_e8m0_codes_are_powers_of_two() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.formats import format_of
+from bitwright.formats import format_of, power_of_two_scale_by_arithmetic
 from bitwright.kernels import reference
 from bitwright.kernels.grid import block_view_shape
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -21,15 +21,11 @@ _FP4_BOUNDS = ((0.25, 0.5), (0.75, 0.5), (1.25, 0.5), (1.75, 0.5), (2.5, 1.0), (
 def fits_arithmetic(simulator: FakeQuantizeImplBase) -> bool:
     """Whether an activation's simulation can be written with additions, products, comparisons and casts alone.
 
-    Excluded are custom classes, whose formulas are unknown, and power-of-two scales computed at run time, which take
-    the exponent out of a number's bits.
+    Excluded are custom classes, whose formulas are unknown.
     """
-    calculator = simulator.qparams_calculator
     if not simulator._is_fused():
         return False
-    if not simulator.is_stateless:
-        return True
-    return type(calculator) is DynamicQParamsCalculator and calculator.scale_dtype is None
+    return not simulator.is_stateless or type(simulator.qparams_calculator) is DynamicQParamsCalculator
 
 
 def arithmetic_activation(name: str, simulator: FakeQuantizeImplBase, target: str) -> ArithmeticActivation | None:
@@ -41,14 +37,14 @@ def arithmetic_activation(name: str, simulator: FakeQuantizeImplBase, target: st
         target: whose format is written, for the message.
 
     Raises:
-        ValueError: its scales are powers of two and computed at run time.
+        ValueError: its parameters are computed at run time, by a custom class.
     """
     if fits_arithmetic(simulator):
         return ArithmeticActivation(simulator)
     if simulator._is_fused():
         raise ValueError(
-            f"Activation {name!r}: power-of-two scales that are computed at run time have no {target} form. Use a "
-            "static qparam_calculator_cls, or leave scale_dtype out."
+            f"Activation {name!r}: {type(simulator.qparams_calculator).__name__} computes its parameters at run time, "
+            f"and has no {target} form. Use qparam_calculator_cls='dynamic', or a static one."
         )
     return None
 
@@ -70,6 +66,7 @@ class ArithmeticActivation(nn.Module):
         self.granularity = simulator.granularity
         self.scheme = simulator.qscheme.value
         self.dynamic = simulator.is_stateless
+        self.powers_of_two = simulator.qparams_calculator.scale_dtype is not None
         parameters = (None, None, None) if self.dynamic else simulator.calculate_qparams()
         for name, parameter in zip(("scale", "zero_point", "minval"), parameters, strict=True):
             self.register_buffer(name, None if parameter is None else parameter.detach().float().clone())
@@ -79,6 +76,9 @@ class ArithmeticActivation(nn.Module):
         block_size = self.granularity.get_block_size(x.shape, CompressionTargetTensor.ACTIVATION)
         if self.dynamic:
             low, high = reference.min_max(x, block_size)
+            if self.powers_of_two:
+                scale = power_of_two_scale_by_arithmetic(torch.maximum(-low, high), self.grid.dtype)
+                return self._float(x, scale, block_size)
             scale, zero_point, minval = reference.choose_qparams(low, high, grid=self.grid, scheme=self.scheme)
         else:
             assert self.scale is not None

@@ -228,7 +228,7 @@ def _onnx_activation(simulator: FakeQuantizeImplBase) -> Support:
 def _as_arithmetic(simulator: FakeQuantizeImplBase) -> Support:
     if fits_arithmetic(simulator) or not simulator._is_fused():
         return Support(Form.ARITHMETIC, "quantize operators cannot hold it")
-    return Support(Form.REFUSED, "power-of-two scales that are computed at run time have no form there")
+    return Support(Form.REFUSED, "a custom class computes its parameters at run time")
 
 
 def _coreai_activation(simulator: FakeQuantizeImplBase) -> Support:

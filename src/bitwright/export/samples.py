@@ -79,6 +79,12 @@ SAMPLES: tuple[tuple[str, str, tuple[CompressionSpec, ...]], ...] = (
     ("float8_e5m2, per tensor", "activation", _q("float8_e5m2")),
     ("float4_e2m1fn, blocks of 32, power-of-two scales", "activation",
      _q("float4_e2m1fn", PerBlockGranularity(axis=-1, block_size=32), scale_dtype=_POWERS)),
+    ("float4_e2m1fn, blocks of 32, power-of-two scales, dynamic", "activation",
+     _q("float4_e2m1fn", PerBlockGranularity(axis=-1, block_size=32), scale_dtype=_POWERS,
+        qparam_calculator_cls="dynamic")),
+    ("float8_e4m3fn, blocks of 32, power-of-two scales, dynamic", "activation",
+     _q("float8_e4m3fn", PerBlockGranularity(axis=-1, block_size=32), scale_dtype=_POWERS,
+        qparam_calculator_cls="dynamic")),
 )  # fmt: skip
 """Label, kind and specs of the capability table's rows."""
 

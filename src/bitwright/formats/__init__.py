@@ -9,6 +9,7 @@ from .rounding import (
     e8m0_codes,
     e8m0_values,
     power_of_two_scale,
+    power_of_two_scale_by_arithmetic,
     round_to_fp4,
     round_to_fp8,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "pack",
     "packed_size",
     "power_of_two_scale",
+    "power_of_two_scale_by_arithmetic",
     "quant_range",
     "round_to_fp4",
     "round_to_fp8",

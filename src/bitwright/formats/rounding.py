@@ -8,7 +8,15 @@ import torch
 
 from .number_format import NumberFormat, format_of
 
-__all__ = ["e8m0_codes", "e8m0_values", "power_of_two_scale", "round_to_format", "round_to_fp4", "round_to_fp8"]
+__all__ = [
+    "e8m0_codes",
+    "e8m0_values",
+    "power_of_two_scale",
+    "power_of_two_scale_by_arithmetic",
+    "round_to_format",
+    "round_to_fp4",
+    "round_to_fp8",
+]
 
 _FP4 = format_of(torch.float4_e2m1fn_x2)
 _MX_MAX_EXPONENT = {torch.float4_e2m1fn_x2: 2, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -114,3 +122,24 @@ def power_of_two_scale(max_abs: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     x = max_abs.to(torch.float32)
     field = ((x.view(torch.int32) >> 23) & 0xFF) - _MX_MAX_EXPONENT[dtype]
     return (field.clamp(min=1) << 23).view(torch.float32)
+
+
+def power_of_two_scale_by_arithmetic(max_abs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what :func:`power_of_two_scale` returns, for runtimes that cannot look at a number's bits.
+
+    Halving a number's exponent seven times finds it by comparisons and by products with powers of two, which are exact.
+
+    Args:
+        max_abs: largest magnitude of each block, not negative, floating point.
+        dtype: the format of the elements.
+    """
+    x = max_abs.to(torch.float32)
+    is_large = x >= 1
+    rest = torch.where(is_large, x, x * 2.0**126)
+    power = torch.where(is_large, 1.0, 2.0**-126)
+    for exponent in (64, 32, 16, 8, 4, 2, 1):
+        factor = torch.where(rest >= 2.0**exponent, 2.0**exponent, 1.0)
+        rest, power = rest / factor, power * factor
+    largest = torch.finfo(torch.float32).max
+    lower = 2.0 ** -_MX_MAX_EXPONENT[dtype]
+    return torch.where(x <= largest, power * lower, 2.0**128 * lower).clamp(min=2.0**-126)
