@@ -1,6 +1,8 @@
-"""Operators that ONNX's and ExecuTorch's converters get wrong for some arguments: right in the runtimes."""
+"""Operators that converters lack, or get wrong for some arguments: right in the runtimes."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -32,7 +34,56 @@ CASES = {
     "extremes of masks": lambda x: (x > 0).amax(-1, keepdim=True) * x + (x > -1).amin((1, 2), keepdim=True),
     "asserted": lambda x: x.float() + torch.arange(10, device=x.device).to(x.dtype),
 }
+LACKED = {
+    "roots of squares, signs, larger numbers": lambda x: (
+        torch.hypot(x, x.flip(0)) + torch.hypot(x * 1e30, x.flip(1)) * 1e-30 + torch.copysign(x, x.flip(0))
+        + torch.copysign(x, -2.0) + torch.fmax(torch.where(x > 1, math.nan, x), x.flip(0))
+        + torch.fmin(x, torch.where(x > 0, x, math.nan)) + F.rrelu(x)
+    ),
+    "distances": lambda x: (
+        torch.cdist(x, x.flip(2)) + torch.cdist(x, x + 1, p=1) + torch.cdist(x, x + 1, p=3)
+        + torch.cdist(x, x + 1, p=math.inf) + torch.cdist(x, x.flip(2), p=0)
+        + torch.cdist(x.flatten(1, 2), x[:, 0] + 9).unflatten(1, (4, 8))
+    ),
+    "running products and extremes": lambda x: (
+        torch.cumprod(x, -1) + torch.cumprod(x, 1) + torch.cummax(x, -1)[0] + torch.cummin(x, 1)[0]
+        + torch.cummax(x, 2)[1] * x
+    ),
+    "medians": lambda x: x.median() * x + x.median(-1, True)[0] + x.median(1, True)[1] + x.kthvalue(3, -1, True)[0],
+    "places in order": lambda x: (
+        torch.searchsorted(x.sort(-1)[0], x.flip(-1)) * x
+        + torch.searchsorted(torch.tensor([-1.0, 0.0, 0.5]), x, right=True) + torch.bucketize(x, torch.ones(1))
+    ),
+    "windows of different sizes": lambda x: torch.cat([
+        F.adaptive_max_pool2d(x, (3, 4), return_indices=True)[1].flatten().float(),
+        F.adaptive_max_pool1d(x[:, 0], 3).flatten(),
+        F.adaptive_max_pool3d(x[:, None], (2, 3, 4)).flatten(),
+        F.adaptive_avg_pool3d(x[:, None], (3, 3, 4)).flatten(),
+    ]),
+    "bits, powers and roundings": lambda x: (
+        (((x * 9).int() << 2) * 1.0 + ((x * 9).int() >> 1)) * x + torch.exp2(x) + torch.ldexp(x, torch.tensor(3))
+        + torch.signbit(x) * x + torch.logaddexp2(x, x.flip(0)) + torch.round(x, decimals=1) + x.logcumsumexp(-1)
+    ),
+    "moments, products and norms": lambda x: (
+        torch.var_mean(x, -1, keepdim=True)[0] * x + torch.std_mean(x, (1, 2), correction=0, keepdim=True)[0]
+        + torch.addmv(x[0, 0, :, 0], x[0, 0], x[0, 0, 0])[:, None] + torch.addbmm(x[0, 0], x[0, :, :, :8], x[1])
+        + F.bilinear(x, x.flip(0), torch.ones(10, 10, 10) / 10, torch.ones(10)) + torch.dist(x, x.flip(0))
+    ),
+    "places of the smallest": lambda x: F.one_hot(x.argmin(1), 10).movedim(-1, 1)[:, :4, :, :10] + x.argmin() * x,
+    "sorts and quantiles": lambda x: torch.msort(x) + torch.quantile(x, 0.3, -1, True) + x.nanquantile(0.8, 1, True),
+}  # fmt: skip
+"""What one or more of ONNX, ExecuTorch and Core AI have no operator for."""
+
 ONNX_ONLY = {
+    "averages at places": lambda x: (
+        x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean")
+        + x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean", include_self=False)
+    ),
+    "cross entropy": lambda x: (
+        F.cross_entropy(x, x.argmax(1), torch.tensor([1.0, 2, 3, 4]), ignore_index=1, label_smoothing=0.1)
+        + F.cross_entropy(x, x.flip(0).softmax(1))
+        + F.cross_entropy(x, x.argmax(1), reduction="none")
+    ),
     "an average of three dimensions with a divisor": lambda x: F.avg_pool3d(x, 2, divisor_override=5),
     "products of integers and sums": lambda x: torch.addmm(
         (x * 9).int()[0, 0, :, :8], (x * 9).int()[0, 0], (x * 9).int()[0, 1].T, beta=2, alpha=3
@@ -42,7 +93,8 @@ ONNX_ONLY = {
         x.reshape(1, 8, 8, 10), torch.zeros(8), torch.ones(8), torch.arange(8.0), -torch.ones(8), training=True
     ),
 }
-"""ExecuTorch has no kernels for three dimensions or products of integers, and no norms with running statistics."""
+"""ExecuTorch has no kernels for averages at places, for averages in three dimensions or products of integers, and no
+norms with running statistics; losses it was not asked for."""
 
 
 class Model(nn.Module):
@@ -54,16 +106,20 @@ class Model(nn.Module):
         return self.function(self.layer(x))
 
 
-@pytest.mark.parametrize("name", CASES | ONNX_ONLY)
-@pytest.mark.parametrize("target", ["onnx", "executorch"])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        *(("onnx", name) for name in CASES | LACKED | ONNX_ONLY),
+        *(("executorch", name) for name in CASES | LACKED),
+        *(("coreai", name) for name in LACKED),
+    ],
+)
 def test_right_in_the_runtime(target, name, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(f"needs {target}")
-    if target == "executorch" and name in ONNX_ONLY:
-        pytest.skip("ExecuTorch has no kernels for it")
     torch.manual_seed(0)
     x = torch.randn(2, 4, 8, 10)
-    model = Model((CASES | ONNX_ONLY)[name]).eval()
+    model = Model((CASES | LACKED | ONNX_ONLY)[name]).eval()
     assert not check_operators(model, target, (x,))
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
     with torch.no_grad():
@@ -79,6 +135,25 @@ def test_onnx_refuses_a_divisor_of_windows_that_stand_out():
     model = Model(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=7)).eval()
     (problem,) = check_operators(model, "onnx", (torch.randn(2, 4, 8, 10),))
     assert "ceil_mode and divisor_override" in problem.message
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_onnx_refuses_antialiased_factors_to_which_sizes_are_rounded(mode, tmp_path):
+    """ONNX Runtime would take others."""
+    if TARGETS["onnx"].missing() is not None:
+        pytest.skip("needs onnx")
+    x = torch.randn(2, 4, 8, 10)
+    model = Model(lambda x: F.interpolate(x, scale_factor=1.3, mode=mode, antialias=True)).eval()
+    (problem,) = check_operators(model, "onnx", (x,))
+    assert "give size, or recompute_scale_factor=True" in problem.message
+    for scale, again in ((1.3, True), (2, None)):
+        model = Model(
+            lambda x, scale=scale, again=again: F.interpolate(
+                x, scale_factor=scale, mode=mode, antialias=True, recompute_scale_factor=again
+            )
+        ).eval()
+        path = TARGETS["onnx"].write(model, (x,), tmp_path / "model.onnx", {}, None)
+        assert sqnr(model(x), TARGETS["onnx"].run(path, (x,))[0]) > 110
 
 
 NO_KERNEL = {

@@ -113,6 +113,13 @@ FUNCTIONS = {
     "selected": lambda x, i: torch.masked_select(x, x[..., :1] > 0).sum(),
     "bits": lambda x, i: ((i & 3) | 4) * x[..., 0],
     "a logarithm of sums": lambda x, i: torch.logaddexp(x, x.flip(1)),
+    "numbers as they are": lambda x, i: (
+        torch.where(x > 0, x, 0.3)
+        + x.masked_fill(x > 0, 0.7)
+        + torch.where(x > 0.1, 0.1, 1e9) * 1e-9
+        + torch.arange(0.1, 1.2, 0.3) * x
+        + torch.arange(4099.0, 4095.0, -1.0) * x
+    ),
     "a hypotenuse": lambda x, i: torch.hypot(x, x.flip(1)),
     "exponential units": lambda x, i: F.elu(x, 0.3),
     "an error function": lambda x, i: torch.erfc(x / 4),

@@ -26,6 +26,8 @@ from .coreai_products import keep_products_apart
 from .experts import spell_out_experts
 from .extras import require
 from .graph_edits import half_result, widen
+from .lacking import LACKING
+from .lacking_basics import LACKING_BASICS
 from .signatures import drop_constants, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 
@@ -177,9 +179,13 @@ def _fill_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _decompositions(calls: Iterable[torch.fx.Node]) -> Iterator[tuple[Any, Any]]:
-    """What PyTorch makes of operators: its decompositions of them, and of its primitives what they compute."""
+    """What to make of operators: ours; or PyTorch's decompositions of them, and of its primitives what they compute."""
     for node in calls:
         op: Any = node.target
+        ours = LACKING.get(op) or LACKING_BASICS.get(op)
+        if ours is not None:
+            yield op, ours
+            continue
         packet, origin = op.overloadpacket, node.meta.get("original_aten", op).overloadpacket
         if packet.__name__.replace("_", "") == origin.__name__.replace("_", "") and packet is not origin:
             continue  # a primitive that computes the operator that became it

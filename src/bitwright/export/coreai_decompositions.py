@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
+from .lacking import LACKING, equal_windows, log_of_sum
+
 __all__ = ["RIGHT_IN_COREAI"]
 
 _aten = torch.ops.aten
@@ -86,6 +88,38 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return torch.scatter(x, dim, index, src, reduce="add")
+
+
+def _number(
+    value: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Any:
+    """One number as a tensor, such as ``torch.where`` makes, which coreai-torch rounds to half precision first."""
+    if not isinstance(value, bool | int | float):
+        return NotImplemented
+    return torch.full([], value, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
+def _numbers_in_steps(
+    start: Any,
+    end: Any,
+    step: Any = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Any:
+    """``torch.arange`` of floats, which coreai-torch rounds to half precision first."""
+    given = (start, end, step)
+    if not all(isinstance(one, int | float) for one in given) or all(isinstance(one, int) for one in given):
+        return NotImplemented
+    dtype = dtype or torch.get_default_dtype()
+    numbers = torch.arange(math.ceil((end - start) / step), device=device)
+    return (numbers.to(torch.float32) * step + start).to(dtype)
 
 
 def _remainder_of_number(x: Tensor, divisor: float) -> Tensor:
@@ -269,12 +303,6 @@ def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tenso
     return x.movedim((dim1, dim2), (-2, -1)).flatten(-2).index_select(-1, places)
 
 
-def _log_of_sum(x: Tensor, other: Tensor) -> Tensor:
-    """``logaddexp``, and where both are the same infinity that."""
-    largest, smallest = torch.maximum(x, other), torch.minimum(x, other)
-    return torch.where(largest == smallest, largest + math.log(2), largest + torch.log1p(torch.exp(smallest - largest)))
-
-
 def _products_of_three(
     one: Tensor,
     two: Tensor,
@@ -293,23 +321,20 @@ def _products_of_three(
     return (one * two * three).sum(list(sumdim))
 
 
-def _largest_of_equal_windows(x: Tensor, output_size: Sequence[int]) -> Any:
-    """Adaptive pools whose windows are all of one size; the others have no operator."""
-    window = _equal_windows(x, output_size)
-    return NotImplemented if window is None else _aten.max_pool2d_with_indices.default(x, window, window)
+def _largest_of_windows(x: Tensor, output_size: Sequence[int]) -> Any:
+    """Adaptive pools, one operator if their windows are all of one size."""
+    window = equal_windows(x, output_size)
+    if window is None:
+        return LACKING[_aten.adaptive_max_pool2d.default](x, output_size)
+    return _aten.max_pool2d_with_indices.default(x, window, window)
 
 
-def _average_of_equal_windows(x: Tensor, output_size: Sequence[int]) -> Any:
-    """Adaptive pools whose windows are all of one size; the others have no operator."""
-    window = _equal_windows(x, output_size)
-    return NotImplemented if window is None else _aten.avg_pool3d.default(x, window, window)
-
-
-def _equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
-    sizes = x.shape[-len(output_size) :]
-    if any(not isinstance(size, int) or size % count for size, count in zip(sizes, output_size, strict=True)):
-        return None
-    return [size // count for size, count in zip(sizes, output_size, strict=True)]
+def _average_of_windows(x: Tensor, output_size: Sequence[int]) -> Any:
+    """Adaptive pools, one operator if their windows are all of one size."""
+    window = equal_windows(x, output_size)
+    if window is None:
+        return LACKING[_aten._adaptive_avg_pool3d.default](x, output_size)
+    return _aten.avg_pool3d.default(x, window, window)
 
 
 def _bits(op: Any) -> Callable[[Tensor, int], Any]:
@@ -374,6 +399,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
     _aten.amax.default: _extreme(_aten.amax.default),
     _aten.amin.default: _extreme(_aten.amin.default),
+    _aten.arange.start_step: _numbers_in_steps,
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.expand.default: _expand,
@@ -381,23 +407,24 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.index_put.default: _index_put,
     _aten.mul.Tensor: _multiply,
     _aten.pow.Tensor_Scalar: _power,
+    _aten.scalar_tensor.default: _number,
     _aten.squeeze.dims: _squeeze,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
     _aten.view.default: _view,
     # not translated
-    _aten._adaptive_avg_pool3d.default: _average_of_equal_windows,
+    _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,
-    _aten.adaptive_max_pool2d.default: _largest_of_equal_windows,
+    _aten.adaptive_max_pool2d.default: _largest_of_windows,
     _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
     _aten.bitwise_or.Scalar: _bits(_aten.bitwise_or.Tensor),
     _aten.bitwise_xor.Scalar: _bits(_aten.bitwise_xor.Tensor),
     _aten.diagonal.default: _diagonal,
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
-    _aten.hypot.default: lambda x, other: torch.sqrt(x * x + other * other),
-    _aten.logaddexp.default: _log_of_sum,
+    _aten.logaddexp.default: log_of_sum,
     _aten.masked_select.default: _masked_select,
     _aten.remainder.Scalar: _remainder_of_number,
+    _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,
     _aten.as_strided.default: _as_strided,
     _aten.scatter_reduce.two: _scatter_reduce,

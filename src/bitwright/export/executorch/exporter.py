@@ -24,6 +24,8 @@ from bitwright.export.conversion import (
 )
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
+from bitwright.export.lacking import LACKING, without_lacking
+from bitwright.export.lacking_basics import LACKING_BASICS
 from bitwright.export.lowering import lower
 from bitwright.export.signatures import drop_constants, only_tensors
 from bitwright.export.sorts import spell_out_sorts
@@ -129,7 +131,7 @@ def _program(
     calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
     program = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
-    _spell_out(program)
+    program = _spelled_out(program)
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)
@@ -139,8 +141,9 @@ def _program(
     return program, multiply_by_codes(program)
 
 
-def _spell_out(program: torch.export.ExportedProgram) -> None:
-    """Write with other operators what ExecuTorch lacks, or computes less exactly."""
+def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Write with other operators what ExecuTorch lacks, or computes less exactly; ``program`` may be changed."""
+    program = without_lacking(program, {**LACKING, **LACKING_BASICS}) or program
     drop_constants(program)
     check_convolutions(program.graph_module)
     spell_out_experts(program.graph_module)
@@ -152,6 +155,7 @@ def _spell_out(program: torch.export.ExportedProgram) -> None:
     spell_out_remainders(program.graph_module)
     spell_out_sorts(program.graph_module)
     spell_out_batch_norms(program)
+    return program
 
 
 def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
@@ -167,7 +171,7 @@ def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
     _require_executorch()
     with converting("ExecuTorch", OTHER_OPERATOR):
         largest_inputs(program)  # which says what dynamic shapes lack
-        _spell_out(program)
+        program = _spelled_out(program)
         try:
             lowered = _lowered(program, [])
         except Exception:

@@ -1,4 +1,7 @@
-"""Indexed writes that add, for torch's ONNX exporter, whose optimizer has some replace what they should add to."""
+"""Indexed writes that add or average, for torch's ONNX exporter.
+
+Its optimizer has some that add replace what they should add to; its translation has those that average do so.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from .bools import are_bools
 from .torchlib import operators, torchs_translation
 
-__all__ = ["WRITES", "indexed_write"]
+__all__ = ["WRITES", "indexed_write", "scattered"]
 
 WRITES = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 """Writes to the places that indices name; ``index_add`` becomes one of them."""
@@ -37,3 +40,26 @@ def indexed_write(torchs: Any, opset: int | None) -> Callable[..., Any]:
         return op.Add(x, put(zeros, indices, values, True))
 
     return write
+
+
+def scattered(opset: int | None) -> Callable[..., Any]:
+    """Return the translation of ``aten::scatter_reduce``.
+
+    Args:
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def scatter(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+        torchs = torchs_translation(torch.ops.aten.scatter_reduce.two, opset)
+        if reduce != "mean":
+            return torchs(x, dim, index, src, reduce, include_self)
+        if x.dtype is None or not x.dtype.is_floating_point():
+            raise NotImplementedError("averages of integers at places have no operator in ONNX")
+        op = operators()
+        ones = [op.Expand(op.CastLike(1, one), op.Shape(one)) for one in (x, src)]
+        for made, one in zip(ones, (x, src), strict=True):
+            made.shape, made.type = one.shape, one.type
+        total = torchs(x, dim, index, src, "sum", include_self)
+        return op.Div(total, torchs(ones[0], dim, index, ones[1], "sum", include_self))
+
+    return scatter

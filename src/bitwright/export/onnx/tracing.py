@@ -20,6 +20,7 @@ from bitwright.export.conversion import (
 )  # fmt: skip
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
+from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
 
@@ -84,8 +85,9 @@ def traced(
             with contextlib.suppress(ConversionError):
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
-            if spell_out_experts(exported.graph_module):
-                return _traced_as_captured(exported, dynamic_shapes, opset, remedy, names)
+            written = exported if spell_out_experts(exported.graph_module) else without_lacking(exported, LACKING)
+            if written is not None:
+                return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", _missing(exported))  # all of them; it names only the first itself
         raise

@@ -10,10 +10,12 @@ import torch
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .embedding_bags import embedding_bag
-from .indexing import WRITES, indexed_write
+from .indexing import WRITES, indexed_write, scattered
 from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, rounding
+from .losses import cross_entropy
 from .norms import batch_norm
 from .pools import average_pool
+from .resizing import ANTIALIASED, antialiased
 from .sorts import sort_stably
 
 __all__ = ["translations"]
@@ -32,9 +34,12 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.addmm.default: product_and_sum(opset),
         aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
         aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
+        aten.cross_entropy_loss.default: cross_entropy(opset),
         aten.embedding_bag.padding_idx: embedding_bag,
+        aten.scatter_reduce.two: scattered(opset),
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
+        **{overload: antialiased(overload, opset) for overload in ANTIALIASED},
         **{overload: indexed_write(overload, opset) for overload in WRITES},
         **{overload: where(overload, opset) for overload in WHERE},
         **{overload: extreme(overload, opset) for overload in EXTREMES},

@@ -1,0 +1,268 @@
+"""Operators that several converters have no translation of, written with others that they have."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LACKING",
+    "composed",
+    "equal_windows",
+    "log_of_sum",
+    "places_in_order",
+    "scanned",
+    "without_lacking",
+]
+
+_aten = torch.ops.aten
+_MOST_WINDOWS = 256
+"""Windows of different sizes that a pool may have, each of which is an operator of its own."""
+
+
+def without_lacking(
+    program: torch.export.ExportedProgram, table: dict[Any, Callable[..., Any]]
+) -> torch.export.ExportedProgram | None:
+    """Return a program without the operators of a table; None where none can be written with others.
+
+    Args:
+        program: not changed.
+        table: decompositions, which return NotImplemented for arguments that they have no form for.
+    """
+    before = _calls(program, table)
+    if not before:
+        return None
+    with contextlib.suppress(Exception):  # of torch's, for sizes that depend on values: the operators are lacking
+        written = program.run_decompositions(table)
+        return written if _calls(written, table) < before else None
+    return None
+
+
+def _calls(program: torch.export.ExportedProgram, table: dict[Any, Callable[..., Any]]) -> int:
+    return sum(node.op == "call_function" and node.target in table for node in program.graph.nodes)
+
+
+def composed(op: Any) -> Callable[..., Any]:
+    """Return what PyTorch itself calls for an operator that is made of others."""
+
+    def of_others(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return of_others
+
+
+def _hypot(x: Tensor, other: Tensor) -> Tensor:
+    """The root of the sum of two squares, which are not computed: they overflow long before the root does."""
+    largest, smallest = torch.maximum(x.abs(), other.abs()), torch.minimum(x.abs(), other.abs())
+    ratio = smallest / torch.where(largest > 0, largest, torch.ones_like(largest))
+    return torch.where(largest == math.inf, largest, largest * torch.sqrt(1 + ratio * ratio))
+
+
+def log_of_sum(x: Tensor, other: Tensor) -> Tensor:
+    """``logaddexp``, and where both are the same infinity that."""
+    largest, smallest = torch.maximum(x, other), torch.minimum(x, other)
+    return torch.where(largest == smallest, largest + math.log(2), largest + torch.log1p(torch.exp(smallest - largest)))
+
+
+def _with_sign_of_number(x: Tensor, other: float) -> Tensor:
+    return x.abs() if math.copysign(1, other) > 0 else -x.abs()
+
+
+def _with_sign_of(x: Tensor, other: Tensor) -> Tensor:
+    negative = (other < 0) | ((other == 0) & (1 / other < 0))
+    return torch.where(negative, -x.abs(), x.abs())
+
+
+def _largest_number(x: Tensor, other: Tensor) -> Tensor:
+    return torch.where(x != x, other, torch.where(other != other, x, torch.maximum(x, other)))
+
+
+def _smallest_number(x: Tensor, other: Tensor) -> Tensor:
+    return torch.where(x != x, other, torch.where(other != other, x, torch.minimum(x, other)))
+
+
+def _distances(x: Tensor, other: Tensor, p: float = 2, compute_mode: int | None = None) -> Tensor:
+    """``torch.cdist``: Euclidean ones of many rows from a product, as in PyTorch, all others from differences."""
+    if p == 2 and compute_mode != 2 and (compute_mode == 1 or max(x.shape[-2], other.shape[-2]) > 25):
+        squares, others = ((one * one).sum(-1, keepdim=True) for one in (x, other))
+        left = torch.cat([-2 * x, squares, torch.ones_like(squares)], -1)
+        right = torch.cat([other, torch.ones_like(others), others], -1)
+        return (left @ right.mT).clamp(min=0).sqrt()
+    distance = (x.unsqueeze(-2) - other.unsqueeze(-3)).abs()
+    if p == 0:
+        return (distance != 0).to(x.dtype).sum(-1)
+    if p == 1:
+        return distance.sum(-1)
+    if p == 2:
+        return (distance * distance).sum(-1).sqrt()
+    return distance.amax(-1) if p == math.inf else distance.pow(p).sum(-1).pow(1 / p)
+
+
+def scanned(combine: Callable[..., Sequence[Tensor]], values: Sequence[Tensor], dim: int) -> Any:
+    """Combine every place with all before it, in as many steps as its number has bits."""
+    length, step = values[0].shape[dim], 1
+    if not isinstance(length, int):
+        return NotImplemented
+    while step < length:
+        earlier, later = ([one.narrow(dim, start, length - step) for one in values] for start in (0, step))
+        combined = combine(*earlier, *later)
+        values = [torch.cat([one.narrow(dim, 0, step), new], dim) for one, new in zip(values, combined, strict=True)]
+        step *= 2
+    return values
+
+
+def _running_product(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    x = x.to(dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64))
+    products = scanned(lambda earlier, later: [earlier * later], [x], dim) if x.dim() else [x]
+    return products if products is NotImplemented else products[0]
+
+
+def _running_extreme(is_further: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """``cummax`` or ``cummin``, whose places are the last ones of equal values; NaN stays from where it is."""
+
+    def later_if_further(first: Tensor, place: Tensor, second: Tensor, other_place: Tensor) -> list[Tensor]:
+        further = is_further(second, first) | (second != second)
+        return [torch.where(further, second, first), torch.where(further, other_place, place)]
+
+    def running(x: Tensor, dim: int) -> Any:
+        if not x.dim():
+            return x.clone(), torch.zeros([], dtype=torch.int64, device=x.device)
+        places = torch.arange(x.shape[dim], device=x.device)
+        places = places.reshape([-1, *[1] * (x.dim() - 1 - dim % x.dim())]).expand(x.shape)
+        found = scanned(later_if_further, [x, places], dim)
+        return found if found is NotImplemented else tuple(found)
+
+    return running
+
+
+def _kth(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest value; NaN where there is any."""
+    if not x.dim():
+        return x.clone(), torch.zeros([], dtype=torch.int64, device=x.device)
+    if not isinstance(x.shape[dim], int):
+        return NotImplemented
+    values, places = (one.narrow(dim, k - 1, 1) for one in torch.topk(x, k, dim, largest=False))
+    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
+
+
+def _median_of(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+    """The median of one dimension, the lower one of two."""
+    if not x.dim() or not isinstance(x.shape[dim], int):
+        return _kth(x, 1, dim, keepdim)
+    values, places = _kth(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    if x.dtype.is_floating_point:
+        largest = x.amax(dim, keepdim)  # which is NaN where there is any
+        values = torch.where(largest != largest, largest, values)
+    return values, places
+
+
+def _median(x: Tensor) -> Any:
+    found = _median_of(x.reshape(-1), 0)
+    return found if found is NotImplemented else found[0]
+
+
+def places_in_order(
+    ordered: Tensor,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """``torch.searchsorted``: how many values lie below each one."""
+    x = x if isinstance(x, Tensor) else torch.full([], x, dtype=ordered.dtype, device=ordered.device)
+    if sorter is not None:
+        ordered = ordered.gather(-1, sorter)
+    boundaries = ordered if ordered.dim() == 1 else ordered.unsqueeze(-2)
+    others = x.unsqueeze(-1)
+    above = boundaries > others if right or side == "right" else boundaries >= others
+    return torch.logical_not(above).sum(-1).to(torch.int32 if out_int32 else torch.int64)
+
+
+def _leaky(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> Any:
+    """``torch.nn.functional.rrelu``, whose slope is random in training only."""
+    return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
+def equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
+    """Return the size of an adaptive pool's windows if they all have one."""
+    sizes = x.shape[-len(output_size) :]
+    if any(not isinstance(size, int) or size % count for size, count in zip(sizes, output_size, strict=True)):
+        return None
+    return [size // count for size, count in zip(sizes, output_size, strict=True)]
+
+
+def _windows(size: Any, count: int) -> list[tuple[int, int]]:
+    """First and last place, the latter excluded, of the windows of an adaptive pool over one dimension."""
+    return [(number * size // count, -(-(number + 1) * size // count)) for number in range(count)]
+
+
+def _adaptive_average(x: Tensor, output_size: Sequence[int]) -> Any:
+    """Averages over one dimension after the other."""
+    count = len(output_size)
+    if not all(isinstance(size, int) for size in x.shape[-count:]):
+        return NotImplemented
+    for dim, length in zip(range(-count, 0), output_size, strict=True):
+        parts = [x.narrow(dim, start, end - start) for start, end in _windows(x.shape[dim], length)]
+        x = torch.cat([part.mean(dim, keepdim=True) for part in parts], dim)
+    return x
+
+
+def _adaptive_maximum(x: Tensor, output_size: Sequence[int]) -> Any:
+    """The largest value of each window, and its place in the input."""
+    count = len(output_size)
+    sizes = x.shape[-count:]
+    if not all(isinstance(size, int) for size in sizes) or math.prod(output_size) > _MOST_WINDOWS:
+        return NotImplemented
+    found = []
+    windows = (_windows(size, length) for size, length in zip(sizes, output_size, strict=True))
+    for window in itertools.product(*windows):
+        part = x
+        for dim, (start, end) in zip(range(-count, 0), window, strict=True):
+            part = part.narrow(dim, start, end - start)
+        value, inside = part.flatten(-count).max(-1)
+        found.append((value, _place(inside, window, sizes)))
+    return tuple(torch.stack(of, -1).reshape([*x.shape[:-count], *output_size]) for of in zip(*found, strict=True))
+
+
+def _place(inside: Tensor, window: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Tensor:
+    """The number of a value in the whole input, from its number in a window."""
+    place, behind = torch.zeros_like(inside), 1
+    for (start, end), size in zip(reversed(window), reversed(sizes), strict=True):
+        place = place + (inside % (end - start) + start) * behind
+        inside, behind = inside // (end - start), behind * size
+    return place
+
+
+LACKING: dict[Any, Callable[..., Any]] = {
+    _aten._adaptive_avg_pool3d.default: _adaptive_average,
+    _aten._cdist_forward.default: _distances,
+    _aten.adaptive_avg_pool3d.default: _adaptive_average,
+    _aten.adaptive_max_pool1d.default: _adaptive_maximum,
+    _aten.adaptive_max_pool2d.default: _adaptive_maximum,
+    _aten.adaptive_max_pool3d.default: _adaptive_maximum,
+    _aten.cdist.default: _distances,
+    _aten.copysign.Scalar: _with_sign_of_number,
+    _aten.copysign.Tensor: _with_sign_of,
+    _aten.cross_entropy_loss.default: composed(_aten.cross_entropy_loss.default),
+    _aten.cummax.default: _running_extreme(torch.ge),
+    _aten.cummin.default: _running_extreme(torch.le),
+    _aten.cumprod.default: _running_product,
+    _aten.fmax.default: _largest_number,
+    _aten.fmin.default: _smallest_number,
+    _aten.hypot.default: _hypot,
+    _aten.kthvalue.default: _kth,
+    _aten.median.default: _median,
+    _aten.median.dim: _median_of,
+    _aten.rrelu.default: _leaky,
+    _aten.searchsorted.Scalar: places_in_order,
+    _aten.searchsorted.Tensor: places_in_order,
+}
+"""Decompositions of operators that torch.onnx, ExecuTorch or coreai-torch have no translation of."""

@@ -1,0 +1,134 @@
+"""Operators that torch.onnx translates, and ExecuTorch or coreai-torch lack, written with others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lacking import composed, log_of_sum, places_in_order, scanned
+
+__all__ = ["LACKING_BASICS"]
+
+_aten = torch.ops.aten
+
+
+def _norm_of_difference(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    distance: Tensor = torch.linalg.vector_norm(x - other, p)
+    return distance
+
+
+def _rounded(x: Tensor, *, decimals: int) -> Tensor:
+    tens = 10.0 ** abs(decimals)
+    return torch.round(x * tens) / tens if decimals >= 0 else torch.round(x / tens) * tens
+
+
+def _is_negative(x: Tensor) -> Tensor:
+    return (x < 0) | ((x == 0) & (1 / x < 0)) if x.dtype.is_floating_point else x < 0
+
+
+def _variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = list(dim) if dim else list(range(x.dim()))
+    options: dict[str, Any] = {"correction": 1 if correction is None else correction, "keepdim": keepdim}
+    return torch.var(x, dims, **options), x.mean(dims, keepdim=keepdim)
+
+
+def _deviation_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    variance, mean = _variance_and_mean(x, dim, correction=correction, keepdim=keepdim)
+    return variance.sqrt(), mean
+
+
+def _of_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The overload of ``var_mean`` or ``std_mean`` that knows corrections of 1 and 0 only."""
+
+    def of_dimension(x: Tensor, dim: Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
+        return function(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+    return of_dimension
+
+
+def _product_with_vector(x: Tensor, matrix: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * x + alpha * (matrix @ vector)
+
+
+def _sum_of_products(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * x + alpha * torch.bmm(left, right).sum(0)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    return torch.pow(2.0, x if x.dtype.is_floating_point else x.float())
+
+
+def _log_of_sum_of_powers_of_two(x: Tensor, other: Tensor) -> Tensor:
+    return log_of_sum(x * math.log(2), other * math.log(2)) / math.log(2)
+
+
+def _running_log_of_sum(x: Tensor, dim: int) -> Any:
+    if not x.dim():
+        return x.clone()
+    found = scanned(lambda earlier, later: [log_of_sum(earlier, later)], [x], dim)
+    return found if found is NotImplemented else found[0]
+
+
+def _bucket(x: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    return places_in_order(boundaries, x, out_int32=out_int32, right=right)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+    selected: Tensor = x.expand(shape)[mask.expand(shape)]
+    return selected
+
+
+def _bilinear(one: Tensor, two: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    outputs, left, right = weight.shape
+    halves: Tensor = one @ weight.permute(1, 0, 2).reshape(left, outputs * right)
+    result: Tensor = (halves.reshape([*one.shape[:-1], outputs, right]) * two.unsqueeze(-2)).sum(-1)
+    return result if bias is None else result + bias
+
+
+def _shifted_left(x: Tensor, bits: int) -> Tensor:
+    shifted: Tensor = x * 2**bits
+    return shifted
+
+
+def _shifted_right(x: Tensor, bits: int) -> Tensor:
+    return torch.div(x, 2**bits, rounding_mode="floor")
+
+
+_QUANTILES = [
+    getattr(packet, overload) for packet in (_aten.quantile, _aten.nanquantile) for overload in ("default", "scalar")
+]
+"""They sort, which has to be seen to be written with others."""
+
+LACKING_BASICS: dict[Any, Callable[..., Any]] = {
+    _aten.__lshift__.Scalar: _shifted_left,
+    _aten.__rshift__.Scalar: _shifted_right,
+    _aten.addbmm.default: _sum_of_products,
+    _aten.addmv.default: _product_with_vector,
+    _aten.argmin.default: lambda x, dim=None, keepdim=False: torch.argmax(-x, dim, keepdim),
+    _aten.bilinear.default: _bilinear,
+    _aten.bucketize.Tensor: _bucket,
+    _aten.dist.default: _norm_of_difference,
+    _aten.exp2.default: _power_of_two,
+    _aten.ldexp.Tensor: lambda x, exponent: x * _power_of_two(exponent),
+    _aten.logaddexp2.default: _log_of_sum_of_powers_of_two,
+    _aten.logcumsumexp.default: _running_log_of_sum,
+    _aten.masked_select.default: _masked_select,
+    _aten.msort.default: lambda x: torch.sort(x, 0)[0],
+    **{quantile: composed(quantile) for quantile in _QUANTILES},
+    _aten.round.decimals: _rounded,
+    _aten.signbit.default: _is_negative,
+    _aten.std_mean.correction: _deviation_and_mean,
+    _aten.std_mean.dim: _of_dimension(_deviation_and_mean),
+    _aten.var_mean.correction: _variance_and_mean,
+    _aten.var_mean.dim: _of_dimension(_variance_and_mean),
+}
+"""Decompositions of operators that ExecuTorch or coreai-torch has no translation or no kernel of."""
