@@ -89,7 +89,8 @@ def _smallest_number(x: Tensor, other: Tensor) -> Tensor:
 
 def _distances(x: Tensor, other: Tensor, p: float = 2, compute_mode: int | None = None) -> Tensor:
     """``torch.cdist``: Euclidean ones of many rows from a product, as in PyTorch, all others from differences."""
-    if p == 2 and compute_mode != 2 and (compute_mode == 1 or max(x.shape[-2], other.shape[-2]) > 25):
+    are_many = any(isinstance(count, int) and count > 25 for count in (x.shape[-2], other.shape[-2]))
+    if p == 2 and compute_mode != 2 and (compute_mode == 1 or are_many):
         squares, others = ((one * one).sum(-1, keepdim=True) for one in (x, other))
         left = torch.cat([-2 * x, squares, torch.ones_like(squares)], -1)
         right = torch.cat([other, torch.ones_like(others), others], -1)
