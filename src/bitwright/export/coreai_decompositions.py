@@ -321,14 +321,6 @@ def _products_of_three(
     return (one * two * three).sum(list(sumdim))
 
 
-def _largest_of_windows(x: Tensor, output_size: Sequence[int]) -> Any:
-    """Adaptive pools, one operator if their windows are all of one size."""
-    window = equal_windows(x, output_size)
-    if window is None:
-        return LACKING[_aten.adaptive_max_pool2d.default](x, output_size)
-    return _aten.max_pool2d_with_indices.default(x, window, window)
-
-
 def _average_of_windows(x: Tensor, output_size: Sequence[int]) -> Any:
     """Adaptive pools, one operator if their windows are all of one size."""
     window = equal_windows(x, output_size)
@@ -415,7 +407,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     # not translated
     _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,
-    _aten.adaptive_max_pool2d.default: _largest_of_windows,
+    _aten.adaptive_max_pool2d.default: LACKING[_aten.adaptive_max_pool2d.default],
     _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
     _aten.bitwise_or.Scalar: _bits(_aten.bitwise_or.Tensor),
     _aten.bitwise_xor.Scalar: _bits(_aten.bitwise_xor.Tensor),

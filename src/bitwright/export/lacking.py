@@ -57,6 +57,16 @@ def composed(op: Any) -> Callable[..., Any]:
     return of_others
 
 
+def _or_composed(op: Any, made: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+    """Return an operator that is made of others, and its decomposition: ours, or where it has no form PyTorch's."""
+
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        result = made(*args, **kwargs)
+        return composed(op)(*args, **kwargs) if result is NotImplemented else result
+
+    return op, decomposition
+
+
 def _hypot(x: Tensor, other: Tensor) -> Tensor:
     """The root of the sum of two squares, which are not computed: they overflow long before the root does."""
     largest, smallest = torch.maximum(x.abs(), other.abs()), torch.minimum(x.abs(), other.abs())
@@ -217,9 +227,12 @@ def _adaptive_average(x: Tensor, output_size: Sequence[int]) -> Any:
 
 
 def _adaptive_maximum(x: Tensor, output_size: Sequence[int]) -> Any:
-    """The largest value of each window, and its place in the input."""
+    """The largest value of each window, and its place in the input; one operator for equal windows of a picture."""
     count = len(output_size)
     sizes = x.shape[-count:]
+    equal = equal_windows(x, output_size)
+    if count == 2 and equal is not None:
+        return _aten.max_pool2d_with_indices.default(x, equal, equal)
     if not all(isinstance(size, int) for size in sizes) or math.prod(output_size) > _MOST_WINDOWS:
         return NotImplemented
     found = []
@@ -233,6 +246,11 @@ def _adaptive_maximum(x: Tensor, output_size: Sequence[int]) -> Any:
     return tuple(torch.stack(of, -1).reshape([*x.shape[:-count], *output_size]) for of in zip(*found, strict=True))
 
 
+def _adaptive_maximum_of_rows(x: Tensor, output_size: Sequence[int]) -> Any:
+    found = _adaptive_maximum(x.unsqueeze(-2), [1, *output_size])
+    return found if found is NotImplemented else tuple(one.squeeze(-2) for one in found)
+
+
 def _place(inside: Tensor, window: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Tensor:
     """The number of a value in the whole input, from its number in a window."""
     place, behind = torch.zeros_like(inside), 1
@@ -243,10 +261,15 @@ def _place(inside: Tensor, window: Sequence[tuple[int, int]], sizes: Sequence[in
 
 
 LACKING: dict[Any, Callable[..., Any]] = {
+    **dict(
+        [
+            _or_composed(_aten.adaptive_avg_pool3d.default, _adaptive_average),
+            _or_composed(_aten.adaptive_max_pool1d.default, _adaptive_maximum_of_rows),
+            _or_composed(_aten.rrelu.default, _leaky),
+        ]
+    ),
     _aten._adaptive_avg_pool3d.default: _adaptive_average,
     _aten._cdist_forward.default: _distances,
-    _aten.adaptive_avg_pool3d.default: _adaptive_average,
-    _aten.adaptive_max_pool1d.default: _adaptive_maximum,
     _aten.adaptive_max_pool2d.default: _adaptive_maximum,
     _aten.adaptive_max_pool3d.default: _adaptive_maximum,
     _aten.cdist.default: _distances,
@@ -262,7 +285,6 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.kthvalue.default: _kth,
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
-    _aten.rrelu.default: _leaky,
     _aten.searchsorted.Scalar: places_in_order,
     _aten.searchsorted.Tensor: places_in_order,
 }

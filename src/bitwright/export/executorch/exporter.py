@@ -53,6 +53,11 @@ __all__ = ["check_executorch_operators", "export_executorch"]
 
 _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], dict[str, Any] | None]
 
+_aten = torch.ops.aten
+_KERNELS = (_aten.cdist.default, _aten._cdist_forward.default, _aten.cross_entropy_loss.default)
+"""What ExecuTorch does not lack of what other converters lack."""
+_LACKING = {op: made for op, made in {**LACKING, **LACKING_BASICS}.items() if op not in _KERNELS}
+
 _logger = logging.getLogger(__name__)
 
 
@@ -143,7 +148,7 @@ def _program(
 
 def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Write with other operators what ExecuTorch lacks, or computes less exactly; ``program`` may be changed."""
-    program = without_lacking(program, {**LACKING, **LACKING_BASICS}) or program
+    program = without_lacking(program, _LACKING) or program
     drop_constants(program)
     check_convolutions(program.graph_module)
     spell_out_experts(program.graph_module)
