@@ -72,4 +72,5 @@ def extreme(torchs: Any, opset: int | None) -> Callable[..., Any]:
 
 
 def are_bools(*tensors: Any) -> bool:
+    """Return whether all of some tensors and numbers are bools; what is unknown is none."""
     return all(isinstance(tensor, bool) or getattr(tensor, "dtype", None) == _BOOL for tensor in tensors)
