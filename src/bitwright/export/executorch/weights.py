@@ -86,7 +86,7 @@ class _Dense(nn.Module):
 
     def __init__(self, tensor: CompressedTensor[Any]) -> None:
         super().__init__()
-        self.register_buffer("weight", tensor.decode())
+        self.register_buffer("weight", tensor.decode().contiguous())
 
     def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
         return self.weight
