@@ -136,11 +136,6 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _aten.index.Tensor(x, numbered)
 
 
-def _masked_select(x: Tensor, mask: Tensor) -> Any:
-    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
-    return _index(x.expand(shape), [mask.expand(shape)])
-
-
 def _write_at_mask(x: Tensor, first: int, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
     """Writes at a mask of dimensions from ``first`` on: what does not depend on the place, or a value for each."""
     behind = x.dim() - first - mask.dim()
@@ -407,14 +402,12 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     # not translated
     _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,
-    _aten.adaptive_max_pool2d.default: LACKING[_aten.adaptive_max_pool2d.default],
     _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
     _aten.bitwise_or.Scalar: _bits(_aten.bitwise_or.Tensor),
     _aten.bitwise_xor.Scalar: _bits(_aten.bitwise_xor.Tensor),
     _aten.diagonal.default: _diagonal,
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
-    _aten.masked_select.default: _masked_select,
     _aten.remainder.Scalar: _remainder_of_number,
     _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,

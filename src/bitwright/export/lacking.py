@@ -15,6 +15,7 @@ __all__ = [
     "LACKING",
     "composed",
     "equal_windows",
+    "is_negative",
     "log_of_sum",
     "places_in_order",
     "scanned",
@@ -84,9 +85,13 @@ def _with_sign_of_number(x: Tensor, other: float) -> Tensor:
     return x.abs() if math.copysign(1, other) > 0 else -x.abs()
 
 
+def is_negative(x: Tensor) -> Tensor:
+    """``torch.signbit``, which tells zeros of both signs apart; of NaN it is False."""
+    return (x < 0) | ((x == 0) & (1 / x < 0)) if x.dtype.is_floating_point else x < 0
+
+
 def _with_sign_of(x: Tensor, other: Tensor) -> Tensor:
-    negative = (other < 0) | ((other == 0) & (1 / other < 0))
-    return torch.where(negative, -x.abs(), x.abs())
+    return torch.where(is_negative(other), -x.abs(), x.abs())
 
 
 def _largest_number(x: Tensor, other: Tensor) -> Tensor:

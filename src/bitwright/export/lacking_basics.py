@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lacking import composed, log_of_sum, places_in_order, scanned
+from .lacking import composed, is_negative, log_of_sum, places_in_order, scanned
 
 __all__ = ["LACKING_BASICS"]
 
@@ -24,10 +24,6 @@ def _norm_of_difference(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
 def _rounded(x: Tensor, *, decimals: int) -> Tensor:
     tens = 10.0 ** abs(decimals)
     return torch.round(x * tens) / tens if decimals >= 0 else torch.round(x / tens) * tens
-
-
-def _is_negative(x: Tensor) -> Tensor:
-    return (x < 0) | ((x == 0) & (1 / x < 0)) if x.dtype.is_floating_point else x < 0
 
 
 def _variance_and_mean(
@@ -125,7 +121,7 @@ LACKING_BASICS: dict[Any, Callable[..., Any]] = {
     _aten.msort.default: lambda x: torch.sort(x, 0)[0],
     **{quantile: composed(quantile) for quantile in _QUANTILES},
     _aten.round.decimals: _rounded,
-    _aten.signbit.default: _is_negative,
+    _aten.signbit.default: is_negative,
     _aten.std_mean.correction: _deviation_and_mean,
     _aten.std_mean.dim: _of_dimension(_deviation_and_mean),
     _aten.var_mean.correction: _variance_and_mean,
