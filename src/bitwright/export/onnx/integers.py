@@ -9,7 +9,7 @@ import torch
 
 from .torchlib import operators, torchs_translation
 
-__all__ = ["PREDICATES", "ROUNDINGS", "predicate", "product_and_sum", "rounding"]
+__all__ = ["PREDICATES", "ROUNDINGS", "are_integers", "predicate", "product_and_sum", "rounding"]
 
 _aten = torch.ops.aten
 _INTEGERS = {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
@@ -30,7 +30,7 @@ def rounding(torchs: Any, opset: int | None) -> Callable[..., Any]:
     """
 
     def rounded(x: Any) -> Any:
-        return operators().Identity(x) if _are_integers(x) else torchs_translation(torchs, opset)(x)
+        return operators().Identity(x) if are_integers(x) else torchs_translation(torchs, opset)(x)
 
     return rounded
 
@@ -44,7 +44,7 @@ def predicate(torchs: Any, opset: int | None) -> Callable[..., Any]:
     """
 
     def answer(x: Any) -> Any:
-        if not _are_integers(x):
+        if not are_integers(x):
             return torchs_translation(torchs, opset)(x)
         yes = operators().Equal(x, x)
         return yes if PREDICATES[torchs] else operators().Not(yes)
@@ -60,7 +60,7 @@ def product_and_sum(opset: int | None) -> Callable[..., Any]:
     """
 
     def addmm(x: Any, left: Any, right: Any, beta: float = 1, alpha: float = 1) -> Any:
-        if not _are_integers(x, left, right):
+        if not are_integers(x, left, right):
             return torchs_translation(_aten.addmm.default, opset)(x, left, right, beta, alpha)
         op = operators()
         product = op.MatMul(left, right)
@@ -73,5 +73,6 @@ def _times(x: Any, factor: float) -> Any:
     return x if factor == 1 else operators().Mul(x, operators().CastLike(int(factor), x))
 
 
-def _are_integers(*tensors: Any) -> bool:
+def are_integers(*tensors: Any) -> bool:
+    """Return whether all of some tensors are known to hold integers."""
     return all(getattr(getattr(tensor, "dtype", None), "name", None) in _INTEGERS for tensor in tensors)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from .integers import are_integers
 from .torchlib import torchs_translation
 
 __all__ = ["cross_entropy"]
-
-_INTEGERS = {"INT32", "INT64"}
 
 
 def cross_entropy(opset: int | None) -> Callable[..., Any]:
@@ -29,7 +28,7 @@ def cross_entropy(opset: int | None) -> Callable[..., Any]:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        if label_smoothing or target.dtype.name not in _INTEGERS:
+        if label_smoothing or not are_integers(target):
             raise NotImplementedError("cross entropy of smoothed labels, or of probabilities, has no operator in ONNX")
         torchs = torchs_translation(torch.ops.aten.cross_entropy_loss.default, opset)
         return torchs(x, target, weight, reduction, ignore_index)
