@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.kernels import ownership, saved_as_codes
 from bitwright.kernels.straight_through import straight_through
 
 Fake = Callable[[], torch.Tensor]
@@ -105,3 +106,12 @@ def test_given_gradients_are_shared() -> None:
     """The caller of ``backward`` has the gradient."""
     gradient = torch.ones(2, 3, 4)
     assert owned(lambda y: y(), gradient=gradient) == [False]
+
+
+def test_memory_is_known_to_be_owned_wherever_it_is_first_asked_for() -> None:
+    """Hooks that somebody has on saved tensors do not change the answer."""
+    expected = ownership._counts_of_own_memory()
+    assert all(expected)
+    ownership._counts_of_own_memory.cache_clear()
+    with saved_as_codes(), torch.inference_mode():
+        assert ownership._counts_of_own_memory() == expected

@@ -61,6 +61,34 @@ def test_an_origin_of_minus_zero(numel: int) -> None:
     assert_same(call.run_with_gradient(x.clone().requires_grad_()).detach(), expected)
 
 
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+@pytest.mark.parametrize(("low", "high"), [(-128, 127), (0, 255), (-7, 7), (0, 1), (-8, 7), (3, 60)])
+@pytest.mark.parametrize("seed", range(4))
+def test_values_around_the_ends_of_the_range(seed: int, low: int, high: int, formulation: str) -> None:
+    """Output and gradient of the floats next to where clipping begins, in rows long enough to look for these."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(24, generator=generator) * 100 - 50
+    scale = torch.exp2(exponents).view(-1, 1)
+    point = torch.randint(low, high + 1, (24, 1), generator=generator, dtype=torch.int32)
+    grid = Grid(torch.int8 if low < 0 else torch.uint8, low, high, formulation)
+    origin = -scale * torch.rand(24, 1, generator=generator) * 90
+    counted = torch.zeros(24, 1) + low if formulation == "minval" else point.float()
+    ends = torch.cat([(low - 0.5 - counted) * scale, (high + 0.5 - counted) * scale], 1)
+    bits = ends.view(torch.int32).unsqueeze(-1) + torch.arange(-128, 128, dtype=torch.int32)
+    x = bits.view(torch.float32).reshape(24, 512)
+    if formulation == "minval":
+        x = x + origin
+    results = []
+    for run in (reference.fake_quantize, fake_quantize):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf, scale, point, origin, block_size=(1, 512), grid=grid)
+        y.backward(torch.ones_like(x))
+        results.append((y.detach(), leaf.grad))
+    for expected, mine in zip(*results, strict=True):
+        assert_same(mine, expected)
+    assert 0 < results[0][1].mean() < 1
+
+
 @more
 @given(case=cases(), average=st.sampled_from([None, 0.01, 0.5, 1.0]), restart=st.booleans(), data=st.data())
 def test_prepared_observation(case: Case, average: float | None, restart: bool, data: st.DataObject) -> None:

@@ -248,3 +248,24 @@ def test_what_is_made_of_a_quantized_weight_is_kept():
         x.grad = None
         result.sum().backward()
         assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_codes_of_activations_and_weights_made_again(mode):
+    """Inside ``saved_as_codes`` weights are made again as without it, so that one that has changed is an error."""
+    model, x = _prepared("linear, three dimensions", mode)
+    expected = _gradients(model, x)
+    for kept in (False, True):
+        x.grad = None
+        model.zero_grad()
+        with saved_as_codes(), quantized_weights_kept() if kept else contextlib.nullcontext():
+            loss = model(x).square().mean()
+        weight = next(model.parameters())
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(1)
+        with contextlib.nullcontext() if kept else pytest.raises(RuntimeError, match="quantized_weights_kept"):
+            loss.backward()
+        with torch.no_grad():
+            weight.copy_(before)
+    assert torch.equal(x.grad, expected[0])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from bitwright import kernels
-from bitwright.kernels import Grid, reference, saved_as_codes
+from bitwright.kernels import Grid, dispatch, reference, saved, saved_as_codes
 
 from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
@@ -122,8 +122,10 @@ def _held(layers: int, codes: bool) -> int:
                 data = raw.data
                 if isinstance(data, torch.Tensor):
                     seen([data])
+                elif isinstance(data, tuple):
+                    seen(data[:1])
                 else:
-                    seen([data.coded._codes if hasattr(data, "coded") else data.saved])
+                    seen([data.coded.data if hasattr(data, "coded") else data.saved])
         node = node.next_functions[0][0] if node.next_functions else None
     return sum(sizes.values())
 
@@ -302,6 +304,67 @@ def test_tensors_with_nan_are_kept() -> None:
         y.sum().backward()
         gradients.append(w.grad)
     assert_same(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 16), (40, 7), (8, 1 << 15)])
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_written_with_the_result(
+    dtype: torch.dtype, formulation: str, observed: bool, shape: tuple[int, ...]
+) -> None:
+    """From the second call on the bytes come with the result: same output, same gradients, the same bits decoded."""
+    ready = importlib.import_module("bitwright.kernels.cpu.ready")
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) - 0.4).to(dtype)
+    grid = Grid(torch.int8, -100, 127, formulation)
+    running = (x.amin().view(1) / 2, x.amax().view(1) / 2)
+    made = torch.tensor([0.031]), torch.tensor([9], dtype=torch.int32), torch.tensor([-2.9])
+    options = {"averaging_constant": 0.1, "scheme": "asymmetric"} if observed else {}
+    call = ready.ReadyCall(x, made, shape, grid, running if observed else None, **options)
+    kept: list[Any] = []
+    results = []
+    for codes in (False, True, True):
+        state = [t.clone() for t in (*running, *made)]
+        leaf = torch.relu(x.clone().requires_grad_())
+        leaf.retain_grad()
+        with saved_as_codes(minimum=1) if codes else contextlib.nullcontext():
+            y = call.run_with_gradient(leaf, observed=observed)
+            if codes:
+                dispatch.note_codes(y, made, call)
+                kept.append(saved.pack(y))
+                parameters = [t.clone() for t in made]
+                for t in made:
+                    t.zero_()
+                assert_same(saved._unpack(kept[-1]), y.detach())
+                for t, before in zip(made, parameters, strict=True):
+                    t.copy_(before)
+        y.backward(torch.ones_like(y))
+        results.append((y.detach(), leaf.grad, *(t.clone() for t in (*running, *made))))
+        for t, before in zip((*running, *made), state, strict=True):
+            t.copy_(before)
+    for other in results[1:]:
+        for expected, mine in zip(results[0], other, strict=True):
+            assert_same(mine, expected)
+    written = [type(k.coded) is saved.Codes for k in kept]
+    assert written == [False, math.prod(shape) % 16 == 0]
+
+
+@pytest.mark.parametrize("scale", [0.05, 2.0**-70])
+def test_what_has_no_byte_is_not_marked(scale: float) -> None:
+    """NaN, and scales for which the short formulas do not hold."""
+    ready = importlib.import_module("bitwright.kernels.cpu.ready")
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    x[60, 5] = math.nan if scale == 0.05 else 1.0
+    call = ready.ReadyCall(x, (torch.tensor([scale]), torch.tensor([0], dtype=torch.int32), None), (64, 64), INT8)
+    call.encode_from_now_on()
+    with saved_as_codes(minimum=1):
+        y = call.run_with_gradient(x.clone().requires_grad_())
+        assert not vars(y)
+        x[60, 5] = 0
+        marked = vars(call.run_with_gradient(x.clone().requires_grad_()))
+    assert bool(marked) == (scale == 0.05)
+    expected = reference.fake_quantize(x[:60], torch.tensor([scale]), None, None, block_size=(60, 64), grid=INT8)
+    assert_same(y.detach()[:60], expected)
 
 
 def test_parameters_may_change_before_the_backward_pass() -> None:

@@ -160,7 +160,7 @@ def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
     """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
     if marking(y):
         block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
-        mark(y, made, block_size, ready.grid, _cpu_form())
+        mark(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on)
 
 
 def take_snapshot(*tensors: torch.Tensor) -> Any:

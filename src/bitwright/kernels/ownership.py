@@ -10,17 +10,32 @@ that is called as the one that asks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["References", "is_forgotten", "is_unshared", "owns_memory", "references_to"]
+__all__ = ["References", "is_forgotten", "is_unshared", "on_its_own", "owns_memory", "references_to"]
 
 References = tuple[int, ...]
+T = TypeVar("T")
 
 _COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def on_its_own(probe: Callable[[], T]) -> T | None:
+    """Call a function on a thread of its own, for which no modes and no hooks on saved tensors are in force.
+
+    Returns:
+        What it returned; None if it raised.
+    """
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(probe()))
+    thread.start()
+    thread.join()
+    return found[0] if found else None
 
 
 def references_to(gradient: torch.Tensor) -> References:
@@ -94,8 +109,10 @@ def _references_in(held: Sequence[torch.UntypedStorage], place: int) -> Referenc
 
 @functools.cache
 def _counts_of_own_memory() -> _Counts:
-    if not _COUNTED:
-        return _Counts((), (), ())
+    return (on_its_own(_counted) if _COUNTED else None) or _Counts((), (), ())
+
+
+def _counted() -> _Counts:
     x = torch.zeros(2, requires_grad=True)
     with torch.enable_grad(), torch.inference_mode(False):
         plain, saved = _references_to_memory(torch.neg(x)), _references_to_memory(torch.relu(x))

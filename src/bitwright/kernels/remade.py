@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from .dispatch import fake_quantize
 from .grid import Grid
 from .layout import SMALL
-from .saved import replace_saved, versions_of
+from .saved import mark_as_made, marking, replace_saved, versions_of
 from .straight_through import is_straight_through
 
 __all__ = ["forget_weight", "quantized_weights_kept", "remember_making"]
@@ -55,17 +55,25 @@ _waiting = _Waiting()
 class _Making:
     """How a weight was quantized."""
 
-    __slots__ = ("_copies", "_made", "_options", "_ready", "_version", "_versions", "_weight", "at")
+    __slots__ = ("_copies", "_made", "_options", "_ready", "_result", "_version", "_versions", "_weight", "at")
 
     def __init__(
         self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, ready: Remake | None, **options: Any
     ) -> None:
-        self.at = y.data_ptr()
+        self.at, self._result = y.data_ptr(), y._version
         self._weight, self._version = weight.detach(), weight._version
         # The quantizer's buffers may change before the backward pass.
         self._copies: list[Any] = [None if t is None else t.detach().clone() for t in made]
         self._made, self._versions, self._ready = made, versions_of(made), ready
         self._options = options
+
+    def encode(self, y: torch.Tensor) -> bool:
+        """Whether ``decode`` makes the tensor, that is, nobody has changed it since; see ``saved.mark_as_made``."""
+        return y._version == self._result
+
+    def decode(self) -> torch.Tensor:
+        """``again``."""
+        return self.again()
 
     def again(self) -> torch.Tensor:
         weight = self._weight
@@ -101,7 +109,11 @@ def remember_making(
     """
     node = y.grad_fn
     if y.numel() >= SMALL and weight.is_leaf and is_straight_through(node) and not _waiting.kept:
-        setattr(node, _MAKING, _Making(y, weight, made, ready, block_size=block_size, grid=grid))
+        making = _Making(y, weight, made, ready, block_size=block_size, grid=grid)
+        if marking(y):
+            mark_as_made(y, making)  # which any operation takes that saves the weight
+            return
+        setattr(node, _MAKING, making)
         _waiting.weight = True
 
 

@@ -19,7 +19,7 @@ import torch
 
 from .grid import Grid
 
-__all__ = ["mark", "marking", "pack", "replace_saved", "saved_as_codes", "versions_of"]
+__all__ = ["Codes", "mark", "mark_as_made", "marking", "pack", "replace_saved", "saved_as_codes", "versions_of"]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
@@ -30,26 +30,38 @@ Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class _Coded:
     """A fake-quantized tensor as codes, made when first needed and shared by all that save the tensor."""
 
-    def __init__(self, y: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: Grid, form: Any) -> None:
+    def __init__(
+        self,
+        y: torch.Tensor,
+        made: Parameters,
+        block_size: tuple[int, ...],
+        grid: Grid,
+        form: Any,
+        noted: Callable[[], object] | None = None,
+    ) -> None:
         self.version = y._version
+        self._noted = noted
         self._made = made
         self._made_versions = versions_of(made)
         self._options: dict[str, Any] = {"block_size": block_size, "grid": grid}
         self._form = form
-        self._codes: torch.Tensor | None = None
+        self.data: torch.Tensor | None = None
         self._failed = False
         self._decoded: weakref.ref[torch.Tensor] | None = None
 
     def encode(self, y: torch.Tensor) -> bool:
         """Make the codes; False if the tensor must be kept as it is."""
-        if self._codes is None and not self._failed:
+        if self.data is None and not self._failed:
             if y._version != self.version or versions_of(self._made) != self._made_versions:
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
             self._made = tuple(None if t is None else t.detach().clone() for t in self._made)  # type: ignore[assignment]
-            self._codes = self._form.encode(y.detach(), *self._made, **self._options)
-            self._failed = self._codes is None
+            self.data = self._form.encode(y.detach(), *self._made, **self._options)
+            self._failed = self.data is None
+            if self._noted is not None:
+                self._noted()
+                self._noted = None
             self._like = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
         return not self._failed
 
@@ -57,10 +69,57 @@ class _Coded:
         """The tensor again; operations that ask at the same time share it."""
         y: torch.Tensor | None = None if self._decoded is None else self._decoded()
         if y is None:
-            assert self._codes is not None
-            y = self._form.decode(self._codes, self._like, *self._made, **self._options)
+            assert self.data is not None
+            y = self._form.decode(self.data, self._like, *self._made, **self._options)
             self._decoded = weakref.ref(y)
         return y
+
+
+class Codes:
+    """The bytes of a fake-quantized tensor, written together with it.
+
+    Args:
+        maker: the prepared call that writes them; ``decode`` makes the elements of the bytes and the parameters.
+        data: memory for a byte for each element.
+    """
+
+    __slots__ = ("_decoded", "_made", "_maker", "_parameters", "_version", "data")
+
+    def __init__(self, maker: Any, data: torch.Tensor) -> None:
+        self._maker, self.data = maker, data
+        self._made: Any = None
+        self._parameters = self._version = 0
+        self._decoded: weakref.ref[torch.Tensor] | None = None
+
+    def written(self, made: Any, parameters: int, whole: bool) -> None:
+        """Note that the bytes are there.
+
+        Args:
+            made: owner of the parameters.
+            parameters: their address.
+            whole: whether there is a byte for every element.
+        """
+        if whole:
+            self._made, self._parameters = made, parameters
+
+    def mark(self, y: torch.Tensor) -> None:
+        """Note on the tensor that these are its bytes."""
+        if self._made is not None:
+            self._version = y._version
+            setattr(y, _MARK, self)
+
+    def encode(self, y: torch.Tensor) -> bool:
+        """Whether the bytes are still those of the tensor."""
+        return y._version == self._version
+
+    def decode(self) -> torch.Tensor:
+        """The elements of the tensor in the order of memory; operations that ask at the same time share them."""
+        y: torch.Tensor | None = None if self._decoded is None else self._decoded()
+        if y is not None:
+            return y
+        made: torch.Tensor = self._maker.decode(self.data, self._parameters)
+        self._decoded = weakref.ref(made)
+        return made
 
 
 def versions_of(made: Parameters) -> tuple[int, ...]:
@@ -73,7 +132,7 @@ class _View:
 
     __slots__ = ("coded", "geometry")
 
-    def __init__(self, coded: _Coded, saved: torch.Tensor) -> None:
+    def __init__(self, coded: Any, saved: torch.Tensor) -> None:
         self.coded = coded
         self.geometry = (saved.shape, saved.stride(), saved.storage_offset())
 
@@ -120,8 +179,15 @@ def marking(y: torch.Tensor) -> bool:
     return least is not None and y.numel() >= least
 
 
-def mark(y: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: Grid, form: Any) -> None:
-    """Note on a fake-quantized tensor how it was made.
+def mark(
+    y: torch.Tensor,
+    made: Parameters,
+    block_size: tuple[int, ...],
+    grid: Grid,
+    form: Any,
+    noted: Callable[[], object] | None = None,
+) -> None:
+    """Note on a fake-quantized tensor how it was made, unless its bytes are there already.
 
     Args:
         y: the tensor.
@@ -129,33 +195,51 @@ def mark(y: torch.Tensor, made: Parameters, block_size: tuple[int, ...], grid: G
         block_size: shape of one block.
         grid: the codes.
         form: module whose ``encode`` and ``decode`` take the tensor.
+        noted: called when an operation has saved the tensor.
     """
-    setattr(y, _MARK, _Coded(y, made, block_size, grid, form))
+    if not hasattr(y, _MARK):
+        setattr(y, _MARK, _Coded(y, made, block_size, grid, form, noted))
+
+
+def mark_as_made(y: torch.Tensor, making: Any) -> None:
+    """Note on a tensor what is kept where an operation saves it, in place of its codes.
+
+    Args:
+        y: the tensor.
+        making: ``encode`` says whether it can make the tensor that it is given, ``decode`` makes it.
+    """
+    setattr(y, _MARK, making)
 
 
 def pack(saved: torch.Tensor) -> Any:
     """What ``saved_as_codes`` keeps in place of a tensor that an operation saves."""
-    coded: _Coded | None = getattr(saved, _MARK, None)
+    coded: Any = getattr(saved, _MARK, None)
     whole = saved
     if coded is None and saved._base is not None:
         whole = saved._base
         coded = getattr(whole, _MARK, None)
     if coded is not None and whole.storage_offset() == 0 and coded.encode(whole):
         return _View(coded, saved)
+    if saved.grad_fn is None:  # no operation's result, so that it cannot hold itself
+        return saved, saved._version
     return _Kept(saved)
 
 
-def _unpack(kept: _View | _Kept) -> torch.Tensor:
+def _unpack(kept: _View | _Kept | tuple[torch.Tensor, int]) -> torch.Tensor:
     if isinstance(kept, _View):
-        return kept.coded.decode().as_strided(*kept.geometry)
-    saved = kept.saved
-    if saved is None:
+        decoded: torch.Tensor = kept.coded.decode()
+        return decoded.as_strided(*kept.geometry)
+    if isinstance(kept, tuple):
+        saved, version = kept
+    elif kept.saved is not None:
+        saved, version = kept.saved, kept.version
+    else:
         assert kept.remake is not None
         return kept.remake()
-    if saved._version != kept.version:
+    if saved._version != version:
         raise RuntimeError(
             "A tensor needed for the gradient has been changed by an in-place operation since it was saved: it has "
-            f"shape {tuple(saved.shape)} and is at version {saved._version}, expected version {kept.version}."
+            f"shape {tuple(saved.shape)} and is at version {saved._version}, expected version {version}."
         )
     return saved
 

@@ -38,6 +38,7 @@ __all__ = [
     "clamp",
     "code_of_float",
     "code_of_integer",
+    "first_value",
     "has_nan",
     "load",
     "order_key",
@@ -107,6 +108,20 @@ def quotient(values: Lanes, step: Lanes, inverse: Lanes, rest: Lanes) -> Lanes:
     """
     near = add_product(values, inverse, values * rest)
     return add_product(subtract_product(near, step, values), inverse, near)
+
+
+@inlined
+def first_value(code: Scalar, step: Scalar) -> Scalar:
+    """The smallest float32 whose quotient rounds to at least ``code``; see ``can_multiply`` for both.
+
+    By symmetry, ``-first_value(-code, step)`` is the largest one whose quotient rounds to at most ``code``.
+    """
+    value = np.float32(np.float32(code - np.float32(0.5)) * step)  # at most a few floats away, and not zero
+    while np.rint(np.float32(value / step)) >= code:
+        value = float_from_bits(np.int32(float_to_bits(value) + (1 if value < 0 else -1)))
+    while np.rint(np.float32(value / step)) < code:
+        value = float_from_bits(np.int32(float_to_bits(value) + (-1 if value < 0 else 1)))
+    return value
 
 
 @inlined

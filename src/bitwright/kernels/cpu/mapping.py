@@ -18,6 +18,7 @@ from .arithmetic import (
     clamp,
     code_of_float,
     code_of_integer,
+    first_value,
     load,
     quotient,
     store,
@@ -28,14 +29,17 @@ from .lanes import (
     Lanes,
     Scalar,
     add_product,
+    as_bits,
     from_mask,
     load_f32,
     load_i32,
     load_mask,
+    mask_bits,
     peek_f32,
     peek_i16,
     peek_i32,
     peek_i64,
+    poke_i32,
     rint,
     splat,
     splat_int,
@@ -43,6 +47,7 @@ from .lanes import (
     store_bf16_normal,
     store_i32,
     store_mask,
+    store_u8,
     subtract_product,
     to_float,
 )
@@ -55,6 +60,7 @@ __all__ = [
     "VALUES",
     "all_set",
     "last_step",
+    "map_fake",
     "map_flat",
     "map_part",
     "map_rows",
@@ -68,6 +74,8 @@ __all__ = [
 
 FAKE, CODES, VALUES = 0, 1, 2
 TILE = 32 * LANES
+# Vectors of a row from which on it is worth while to find out the first and the last value inside its range.
+_LONG = 16
 
 tile_room = stack_room(3 * 4 * (TILE + LANES))
 
@@ -109,26 +117,40 @@ def last_step(
 
 @inlined
 def fake_vectors(
-    x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
-    least: Scalar, most: Scalar,
-) -> None:  # fmt: skip
-    """The loop of ``fake_row``; the caller gives ``dtype`` and ``anchored`` as constants."""
+    x: int, y: int, dtype: int, anchored: int, mask: int, coded: int, bytes_at: int, count: int, scale: Scalar,
+    origin: Scalar, least: Scalar, most: Scalar,
+) -> Scalar:  # fmt: skip
+    """The loop of ``fake_row`` and ``fake_coded_row``; ``dtype``, ``anchored`` and ``coded`` are constants."""
     size = LANES * element_bytes(dtype)
     steps, origins, nothing = splat(scale), splat(origin), splat(np.float32(0))
     inverse = splat(np.float32(1) / scale)
     rest = subtract_product(inverse, steps, splat(np.float32(1))) * inverse
     lowest, highest = splat(least), splat(most)
-    # Values are clamped before they are divided, which keeps infinities away. To tell what lies outside, some is left.
+    # Values are clamped before they are divided, which keeps infinities away. Whether that changes a value tells
+    # whether it lies outside, where the first and the last value inside are known, which takes a while to find out.
+    # Where they are not, some is left of what lies outside.
+    exact = mask != 0 and count >= _LONG
     margin = np.float32(0 if mask == 0 else 1)
-    smallest, largest = splat((least - margin) * scale), splat((most + margin) * scale)
+    bottom, top = (least - margin) * scale, (most + margin) * scale
+    if exact:
+        bottom, top = first_value(least, scale), -first_value(-most, scale)
+    smallest, largest = splat(bottom), splat(top)
+    numbers, shift = nothing, splat(np.float32(1 << 23) - least)
     for word in range(count):
         values = load(x + word * size, dtype)
         if anchored:
             values = values - origins
-        codes = rint(quotient(clamp(values, smallest, largest), steps, inverse, rest))
-        if mask != 0:
-            store_mask(mask + 2 * word, (lowest <= codes) & (codes <= highest))
-            codes = clamp(codes, lowest, highest)
+        kept = clamp(values, smallest, largest)
+        codes = rint(quotient(kept, steps, inverse, rest))
+        if exact:
+            store_mask(mask + 2 * word, values == kept)
+        elif mask != 0:
+            kept = clamp(codes, lowest, highest)
+            store_mask(mask + 2 * word, codes == kept)
+            codes = kept
+        if coded:
+            store_u8(bytes_at + word * LANES, as_bits(codes + shift))  # the lowest bits are those of codes - least
+            numbers = add_product(codes, nothing, numbers)  # NaN from the first NaN on
         # Zero has no sign in a grid of integers, which shows where the origin is minus zero.
         result = add_product(codes, steps, nothing)
         if anchored:
@@ -137,20 +159,20 @@ def fake_vectors(
             store_bf16_normal(y + word * size, result)
         else:
             store(y + word * size, result, dtype)
+    return coded and mask_bits(numbers <= nothing) != 0xFFFF
 
 
 @inlined
 def fake_vectors_of(
-    x: int, y: int, dtype: int, anchored: int, mask: int, count: int, scale: Scalar, origin: Scalar,
-    least: Scalar, most: Scalar,
-) -> None:  # fmt: skip
+    x: int, y: int, dtype: int, anchored: int, mask: int, coded: int, bytes_at: int, count: int, scale: Scalar,
+    origin: Scalar, least: Scalar, most: Scalar,
+) -> Scalar:  # fmt: skip
     """``fake_vectors`` with the dtype as a constant."""
     if dtype == FLOAT32:
-        fake_vectors(x, y, FLOAT32, anchored, mask, count, scale, origin, least, most)
-    elif dtype == BFLOAT16:
-        fake_vectors(x, y, BFLOAT16, anchored, mask, count, scale, origin, least, most)
-    else:
-        fake_vectors(x, y, FLOAT16, anchored, mask, count, scale, origin, least, most)
+        return fake_vectors(x, y, FLOAT32, anchored, mask, coded, bytes_at, count, scale, origin, least, most)
+    if dtype == BFLOAT16:
+        return fake_vectors(x, y, BFLOAT16, anchored, mask, coded, bytes_at, count, scale, origin, least, most)
+    return fake_vectors(x, y, FLOAT16, anchored, mask, coded, bytes_at, count, scale, origin, least, most)
 
 
 @called
@@ -173,9 +195,37 @@ def fake_row(
         most: largest code less the zero point.
     """
     if anchored != 0:
-        fake_vectors_of(x, y, dtype, True, mask, count, scale, origin, least, most)
+        fake_vectors_of(x, y, dtype, True, mask, False, 0, count, scale, origin, least, most)
     else:
-        fake_vectors_of(x, y, dtype, False, mask, count, scale, origin, least, most)
+        fake_vectors_of(x, y, dtype, False, mask, False, 0, count, scale, origin, least, most)
+
+
+@called
+def fake_coded_row(
+    x: int, y: int, dtype: int, anchored: int, mask: int, codes: int, count: int, scale: Scalar, origin: Scalar,
+    least: Scalar, most: Scalar,
+) -> Scalar:  # fmt: skip
+    """``fake_row`` with a mask, which also writes a byte for each element, ``code - quant_min``.
+
+    Args:
+        x: as in ``fake_row``, like all that is not named here.
+        y: see ``x``.
+        dtype: see ``x``.
+        anchored: see ``x``.
+        mask: where the bits go.
+        codes: where the bytes go.
+        count: see ``x``.
+        scale: see ``x``.
+        origin: see ``x``.
+        least: see ``x``; at most 255 below ``most``.
+        most: see ``x``.
+
+    Returns:
+        Whether some element is NaN, which has no byte.
+    """
+    if anchored != 0:
+        return fake_vectors_of(x, y, dtype, True, mask, True, codes, count, scale, origin, least, most)
+    return fake_vectors_of(x, y, dtype, False, mask, True, codes, count, scale, origin, least, most)
 
 
 @inlined
@@ -335,6 +385,47 @@ def map_words(
         map_flat(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, buffer)
     else:
         map_rows(op, x, in_dtype, y, out_dtype, mask, scales, points, origins, table, grid, begin, end, buffer)
+
+
+@inlined
+def map_fake(
+    x: int, dtype: int, y: int, mask: int, codes: int, failed: int, scales: int, points: int, origins: int,
+    table: int, grid: int, begin: int, end: int, buffer: int,
+) -> None:  # fmt: skip
+    """``map_words`` for fake quantization, which can also write a byte for each element, ``code - quant_min``.
+
+    Bytes are for whole vectors, integers of at most eight bits and a single scale.
+
+    Args:
+        x: as in ``map_part``, like all that is not named here.
+        dtype: dtype of input and output.
+        y: see ``x``.
+        mask: address of the mask.
+        codes: address of the bytes, or 0.
+        failed: address of an int32 that becomes 1 if some element has no byte.
+        scales: see ``x``.
+        points: see ``x``.
+        origins: see ``x``.
+        table: see ``x``.
+        grid: see ``x``.
+        begin: first vector.
+        end: vector behind the last.
+        buffer: of two vectors.
+    """
+    lowest, highest = peek_f32(grid + 8), peek_f32(grid + 12)
+    scale, point, origin = np.float32(0), np.float32(0), np.float32(0)
+    if codes != 0:
+        scale, point, origin = row_parameters(scales, points, origins, 0, lowest)
+    at = LANES * element_bytes(dtype) * begin
+    if codes == 0 or not can_multiply(scale, lowest - point, highest - point):
+        map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, begin, end, buffer)
+        if codes != 0:
+            poke_i32(failed, np.int32(1))
+    elif fake_coded_row(
+        x + at, y + at, dtype, origins, mask + 2 * begin, codes + LANES * begin, end - begin,
+        scale, origin, lowest - point, highest - point,
+    ):  # fmt: skip
+        poke_i32(failed, np.int32(1))
 
 
 @compiled

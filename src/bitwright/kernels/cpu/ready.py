@@ -16,9 +16,11 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
+from bitwright.kernels.saved import Codes, marking
 from bitwright.kernels.straight_through import Backward, straight_through
 
 from .choosing import FEW, choose_block, track
+from .coding import code_part
 from .compiling import compiled, entry
 from .fused import apply_mask
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
@@ -29,7 +31,7 @@ from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
 from .relu import keep_signs, signs_to_keep
 from .snapshot import Snapshot, unchanged
-from .stages import AS_THEY_ARE, THIS_ALONE, new_call, stages_part
+from .stages import AS_THEY_ARE, FAILED, PARAMETERS, THIS_ALONE, new_call, stages_part
 from .threads import part_count, run_parts, threads_for
 from .walking import vector_room
 
@@ -37,6 +39,7 @@ __all__ = ["LargeCall", "ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
 _always = partial(bool, 1)
+_CPU = torch.device("cpu")
 
 ready_keys = stack_room(2 * 4 * FEW)
 
@@ -144,15 +147,18 @@ class ReadyCall:
     __slots__ = (
         "_address",
         "_alive",
+        "_codes_read",
         "_counts_words",
         "_holds",
         "_large",
         "_layout",
+        "_like",
         "_mode",
         "_numel",
         "_range",
         "_running",
         "block_size",
+        "encodes",
         "grid",
         "mask_bytes",
     )
@@ -194,6 +200,14 @@ class ReadyCall:
         self.block_size, self.grid = block_size, grid
         self._address = job.ctypes.data
         self.mask_bytes = 2 * layout.words
+        # Whether results are encoded at once, which begins when an operation has saved one (``saved.saved_as_codes``).
+        self.encodes = False
+        self._like: torch.Tensor | None = None
+        has_bytes = native.integer and grid.quant_max - grid.quant_min < 256
+        if has_bytes and layout.blocks == 1 and layout.numel % LANES == 0:
+            self._like = torch.empty(layout.numel, dtype=x.dtype, device="meta")
+            _, points, origins = addresses_read(native, made)
+            self._codes_read = DTYPES[x.dtype], points != 0, origins != 0, layout.address, native.address
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
         """Fake-quantize without a gradient; None if the elements of the snapshot are not what they were."""
@@ -215,12 +229,46 @@ class ReadyCall:
             restart: see ``observe``.
         """
         mode = AS_THEY_ARE if not observed else 0 if restart else self._mode
+        if self.encodes and marking(x):
+            return self._encoded(x, mode, unneeded)
         if not self._large:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
             return straight_through(x, partial(self.run_masked, x, mode=mode), mask, self.apply_mask)
         signs = self._signs_to_write(x)
         run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=unneeded and owns_memory(x))
         return straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
+
+    def _encoded(self, x: torch.Tensor, mode: int, unneeded: bool) -> torch.Tensor:
+        """``run_with_gradient`` where operations are expected to save the result, which is encoded on the way."""
+        signs = self._signs_to_write(x) if self._large else None
+        codes = Codes(self, lasting_bytes(self._numel))
+        in_place = unneeded and self._large and owns_memory(x)
+        run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=in_place, codes=codes)
+        y = straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
+        codes.mark(y)
+        return y
+
+    def encode_from_now_on(self) -> None:
+        """Write a byte for each element of further results, where the grid and the shape allow it."""
+        self.encodes = self._like is not None
+
+    def decode(self, codes: torch.Tensor, parameters: int) -> torch.Tensor:
+        """Return the elements of a result, in the order of memory, from its bytes.
+
+        Args:
+            codes: the bytes that were written with the result.
+            parameters: address of the scale, zero point and minval that it was made with, one behind the other.
+        """
+        like = self._like
+        assert like is not None
+        y = empty_like(like, device=_CPU)
+        dtype, points, origins, table, grid = self._codes_read
+        arguments = (
+            0, y.data_ptr(), dtype, codes.data_ptr(), 0, parameters, parameters + 4 if points else 0,
+            parameters + 8 if origins else 0, table, grid, self._numel // LANES,
+        )  # fmt: skip
+        run_parts(code_part, arguments, threads_for(self._numel), (y, codes, self._alive))
+        return y
 
     def _signs_to_write(self, x: torch.Tensor) -> torch.Tensor | None:
         """Bytes for the signs of a ReLU's result, if they are to be written together with the mask."""
@@ -236,8 +284,9 @@ class ReadyCall:
         mode: int = AS_THEY_ARE,
         signs: torch.Tensor | None = None,
         in_place: bool = False,
+        codes: Codes | None = None,
     ) -> torch.Tensor:
-        """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, and of the signs.
+        """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, of the signs and of the codes.
 
         Args:
             x: the tensor.
@@ -245,10 +294,11 @@ class ReadyCall:
             mode: whether to observe the tensor first; see ``stages_part``.
             signs: what ``signs_to_keep`` returned.
             in_place: the result takes the memory of ``x``.
+            codes: where the bytes go; for a call that ``encodes``.
         """
-        if self._large:
+        if self._large or codes is not None:
             y = over(x) if in_place else empty_like(x) if mask is None else result_from(x)
-            self._run_stages(x, y, mask, mode, signs)
+            self._run_stages(x, y, mask, mode, signs, codes)
             return y
         y, bits = torch.empty_like(x), 0 if mask is None else mask.data_ptr()
         if mode == AS_THEY_ARE:
@@ -264,6 +314,7 @@ class ReadyCall:
         mask: torch.Tensor | None,
         mode: int,
         signs: torch.Tensor | None = None,
+        codes: Codes | None = None,
     ) -> None:
         layout, threads = self._layout, threads_for(self._numel)
         if mode != AS_THEY_ARE and layout.blocks > FEW:
@@ -277,9 +328,13 @@ class ReadyCall:
         parts = 0 if mode == AS_THEY_ARE else part_count(threads)
         call = new_call(
             self._address, x.data_ptr(), 0 if y is None else y.data_ptr(), 0 if mask is None else mask.data_ptr(),
-            0 if signs is None else signs.data_ptr(), parts, layout.blocks,
+            0 if signs is None else signs.data_ptr(), 0 if codes is None else codes.data.data_ptr(), parts,
+            layout.blocks,
         )  # fmt: skip
-        run_parts(stages_part, (call.buffer_info()[0], mode), threads, (call, x, y, mask, signs, self._alive))
+        at = call.buffer_info()[0]
+        run_parts(stages_part, (at, mode), threads, (call, x, y, mask, signs, codes, self._alive))
+        if codes is not None:
+            codes.written(call, at + PARAMETERS, not call[FAILED])
 
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Multiply a contiguous gradient of the tensor's shape by the mask."""

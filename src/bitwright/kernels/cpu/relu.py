@@ -18,7 +18,7 @@ from bitwright.kernels.saved import replace_saved
 from .arithmetic import load
 from .compiling import compiled, inlined
 from .lanes import splat, store_mask
-from .mapping import FAKE, map_words
+from .mapping import map_fake
 from .memory import lasting_bytes
 from .native import DTYPES
 from .signs import Signs
@@ -58,22 +58,24 @@ def write_signs(x: int, dtype: int, signs: int, count: int, begin: int, end: int
 @inlined
 def map_with_signs(
     x: int, dtype: int, y: int, mask: int, scales: int, points: int, origins: int, table: int, grid: int, signs: int,
-    count: int, begin: int, end: int, room: int,
+    count: int, codes: int, failed: int, begin: int, end: int, room: int,
 ) -> None:  # fmt: skip
-    """``mapping.map_words`` for fake quantization, which also writes signs; input and output may be one memory.
+    """``mapping.map_fake``, which also writes signs; input and output may be one memory.
 
     Args:
         x: address of the input.
         dtype: dtype of input and output.
         y: address of the output.
-        mask: see ``map_words``, like the arguments up to ``grid``; no row ends within a vector.
-        scales: see ``map_words``.
-        points: see ``map_words``.
-        origins: see ``map_words``.
-        table: see ``map_words``.
-        grid: see ``map_words``.
+        mask: see ``map_fake``, like the arguments up to ``grid``; no row ends within a vector.
+        scales: see ``map_fake``.
+        points: see ``map_fake``.
+        origins: see ``map_fake``.
+        table: see ``map_fake``.
+        grid: see ``map_fake``.
         signs: address of the bits.
         count: number of elements.
+        codes: address of a byte for each element, see ``mapping.map_fake``, or 0.
+        failed: see ``mapping.map_fake``.
         begin: first vector.
         end: vector behind the last.
         room: of two vectors.
@@ -81,7 +83,7 @@ def map_with_signs(
     for first in range(begin, end, _NEAR):
         last = min(first + _NEAR, end)
         write_signs(x, dtype, signs, count, first, last, room)
-        map_words(FAKE, x, dtype, y, dtype, mask, scales, points, origins, table, grid, first, last, room)
+        map_fake(x, dtype, y, mask, codes, failed, scales, points, origins, table, grid, first, last, room)
 
 
 @compiled

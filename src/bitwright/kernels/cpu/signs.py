@@ -7,7 +7,6 @@ what does not pass, in the gradient's own memory where that is nobody else's: a 
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from bitwright.kernels.layout import LANES
-from bitwright.kernels.ownership import References, references_to
+from bitwright.kernels.ownership import References, on_its_own, references_to
 
 from .arithmetic import load, store
 from .compiling import compiled
@@ -175,12 +174,7 @@ def _unshared() -> frozenset[References]:
     """The references to gradients that nobody else holds, as ``Signs`` sees them. Empty where they say nothing."""
     if not hasattr(torch.Tensor, "_use_count"):
         return frozenset()
-    found: list[frozenset[References]] = []
-    # In a thread of its own, for which no modes and no hooks on saved tensors are in force.
-    probe = threading.Thread(target=lambda: found.append(_probe()))
-    probe.start()
-    probe.join()
-    return found[0] if found else frozenset()
+    return on_its_own(_probe) or frozenset()
 
 
 def _probe() -> frozenset[References]:
