@@ -3,7 +3,8 @@
 Each script prints its table and writes JSON under ``benchmarks/results/``. Set ``BITWRIGHT_PEER_PYTHON`` to an
 interpreter that has coreai-opt 0.3 to have it measured beside.
 
-``kernels.json`` and ``training.json`` are ``{"machine": {...}, "results": [row, ...]}``. Every time is
+``kernels.json`` and ``training.json``, and those of a processor without AVX-512 (``kernels_avx2.json``,
+``training_avx2.json``, written with ``--output``), are ``{"machine": {...}, "results": [row, ...]}``. Every time is
 ``{"minimum", "median", "maximum", "repeats"}`` in seconds, every peak of memory the same in bytes, every ratio one of
 medians.
 

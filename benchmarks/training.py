@@ -3,7 +3,8 @@
 Usage: python benchmarks/training.py [--threads 2] [--repeats 15] [--models resnet gpt] [--no-memory] [--output FILE]
 
 The environment variable BITWRIGHT_PEER_PYTHON names an interpreter with coreai-opt 0.3; without it the peer is left
-out. Float, Bitwright and peer take turns, step by step, each on the same model and batch. Memory is measured in
+out. Float, Bitwright and peer take turns, step by step, each on the same model and batch and in a process of its own,
+since memory that one leaves behind would be another's. Memory is measured in
 processes of their own: the growth of the resident set from a model that is built and has its simulators to its peak
 during three steps; libraries, compiled code and the converters' leftovers lie before. It holds, besides what is in use,
 what the allocator has not given back, which varies from run to run. A second measurement is without glibc's cache for
@@ -24,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from torch.nn import functional as F
 HERE = Path(__file__).resolve().parent
 MODES = ("eager", "graph")
 STEP_OF_TRAINED = "step, trained before"
+SAVED = "bitwright, saved as codes"
 # What is measured of memory: how glibc is set up for it.
 MEMORY = {
     "peak memory": {},
@@ -216,17 +219,13 @@ def ask_memory(interpreter: str, what: str, *arguments: str) -> dict[str, int]:
 
 
 def measure_steps(
-    name: str, mode: str, repeats: int, threads: int, peer: Worker | None, trained: bool
+    name: str, mode: str, repeats: int, threads: int, workers: dict[str, Worker], trained: bool
 ) -> dict[str, Any]:
     """Time training steps; ratios of medians."""
     what = STEP_OF_TRAINED if trained else "step"
     sides = {
-        "float": seconds(build("float", name, mode, trained=trained)[0]),
-        "bitwright": seconds(build("bitwright", name, mode, trained=trained)[0]),
-        "bitwright, saved as codes": seconds(build("bitwright", name, mode, saved=True, trained=trained)[0]),
+        side: partial(worker.ask, what=what, name=name, mode=mode, threads=threads) for side, worker in workers.items()
     }
-    if peer is not None:
-        sides["peer"] = lambda: peer.ask(what=what, name=name, mode=mode, threads=threads)
     times = alternate(sides, repeats, pause=0.01)
     over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
     return {"what": what, "model": name, "mode": mode, "threads": threads, "over_float": over,
@@ -249,7 +248,7 @@ def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: s
     sides = {
         "float": (sys.executable, "float", ""),
         "bitwright": (sys.executable, "bitwright", ""),
-        "bitwright, saved as codes": (sys.executable, "bitwright", "saved"),
+        SAVED: (sys.executable, "bitwright", "saved"),
     }
     if interpreter:
         sides["peer"] = interpreter, "coreai_opt", ""
@@ -268,7 +267,8 @@ def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: s
 
 
 def serve(package: str) -> None:
-    """Answer requests in the peer's process with seconds."""
+    """Answer requests with seconds; ``package`` is one of ``build``, or ``SAVED``."""
+    saved, package = package == SAVED, "bitwright" if package == SAVED else package
     built: dict[tuple[str, str, str], Side] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -279,8 +279,10 @@ def serve(package: str) -> None:
                 built.clear()
                 what, name, mode = key
                 trained = what == STEP_OF_TRAINED
-                run = frozen(package, name) if what == "frozen" else build(package, name, mode, trained=trained)[0]
-                built[key] = seconds(run)
+                if what == "frozen":
+                    built[key] = seconds(frozen(package, name))
+                else:
+                    built[key] = seconds(build(package, name, mode, saved, trained=trained)[0])
             answer = {"result": built[key]()}
         except Exception as error:  # told to the process that asked
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -320,7 +322,11 @@ def main() -> None:
         print(json.dumps(memory_of(package, name, mode, bool(saved))))
         return
     interpreter = os.environ.get("BITWRIGHT_PEER_PYTHON")
-    peer = Worker(interpreter, HERE / "training.py", "--worker", "coreai_opt") if interpreter else None
+    script = HERE / "training.py"
+    workers = {side: Worker(sys.executable, script, "--worker", side) for side in ("float", "bitwright", SAVED)}
+    if interpreter:
+        workers["peer"] = Worker(interpreter, script, "--worker", "coreai_opt")
+    peer = workers.get("peer")
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:
@@ -331,13 +337,13 @@ def main() -> None:
         keep(measure_frozen(name, options.repeats, options.threads, peer))
         for mode in MODES:
             for trained in (False, True):
-                keep(measure_steps(name, mode, options.repeats, options.threads, peer, trained))
+                keep(measure_steps(name, mode, options.repeats, options.threads, workers, trained))
             if not options.no_memory:
                 for what in MEMORY:
                     repeats = 1 if what == "peak memory in use" else options.memory_repeats
                     keep(measure_memory(what, name, mode, repeats, interpreter))
-    if peer is not None:
-        peer.close()
+    for worker in workers.values():
+        worker.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ A linear layer keeps its input and its weight for the backward pass. Where both 
 element is one of at most 256 values, so that a byte and the quantizer's parameters are enough. Inside
 ``saved_as_codes`` the kernels mark their results, and saved tensors that bear a mark (or are views of one that does)
 are encoded when they are saved and decoded when the backward pass asks for them. Every element is checked while
-encoding: decoding gives the same bits, or the tensor is kept as it is.
+encoding: decoding gives the same bits, or the tensor is kept as it is. Once an operation has saved a result of a
+prepared call, its next results come with their codes, which then cost one byte more to write and nothing to read.
 """
 
 from __future__ import annotations
