@@ -8,6 +8,7 @@ between the operations of a model little of all that code is in a cache.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,11 +204,11 @@ class ReadyCall:
         # Whether results are encoded at once, which begins when an operation has saved one (``saved.saved_as_codes``).
         self.encodes = False
         self._like: torch.Tensor | None = None
+        self._codes_read: tuple[Any, ...] | None = None
         has_bytes = native.integer and grid.quant_max - grid.quant_min < 256
         if has_bytes and layout.blocks == 1 and layout.numel % LANES == 0:
-            self._like = torch.empty(layout.numel, dtype=x.dtype, device="meta")
             _, points, origins = addresses_read(native, made)
-            self._codes_read = DTYPES[x.dtype], points != 0, origins != 0, layout.address, native.address
+            self._codes_read = x.dtype, points != 0, origins != 0
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
         """Fake-quantize without a gradient; None if the elements of the snapshot are not what they were."""
@@ -250,7 +251,10 @@ class ReadyCall:
 
     def encode_from_now_on(self) -> None:
         """Write a byte for each element of further results, where the grid and the shape allow it."""
-        self.encodes = self._like is not None
+        if self._codes_read is not None:
+            # Not before: a small tensor that lives on, amid large ones that do not, leaves holes beside it.
+            self._like = torch.empty(self._numel, dtype=self._codes_read[0], device="meta")
+            self.encodes = True
 
     def decode(self, codes: torch.Tensor, parameters: int) -> torch.Tensor:
         """Return the elements of a result, in the order of memory, from its bytes.
@@ -259,13 +263,14 @@ class ReadyCall:
             codes: the bytes that were written with the result.
             parameters: address of the scale, zero point and minval that it was made with, one behind the other.
         """
-        like = self._like
+        like, read = self._like, self._codes_read
         assert like is not None
+        assert read is not None
         y = empty_like(like, device=_CPU)
-        dtype, points, origins, table, grid = self._codes_read
+        dtype, points, origins = read
         arguments = (
-            0, y.data_ptr(), dtype, codes.data_ptr(), 0, parameters, parameters + 4 if points else 0,
-            parameters + 8 if origins else 0, table, grid, self._numel // LANES,
+            0, y.data_ptr(), DTYPES[dtype], codes.data_ptr(), 0, parameters, parameters + 4 if points else 0,
+            parameters + 8 if origins else 0, self._layout.address, self._range[0].address, self._numel // LANES,
         )  # fmt: skip
         run_parts(code_part, arguments, threads_for(self._numel), (y, codes, self._alive))
         return y
