@@ -35,6 +35,7 @@ from bitwright.kernels.ownership import is_forgotten, owns_memory
 
 __all__ = [
     "LARGE",
+    "empty_flat",
     "empty_like",
     "forget_sources",
     "idle_bytes",
@@ -252,12 +253,23 @@ def empty_like(
     """
     kind = x.dtype if dtype is None else dtype
     size = x.numel() * kind.itemsize
-    if not (LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS):
+    if not _has_block(size):
         return torch.empty_like(x, dtype=dtype, device=device)
     y = torch.frombuffer(_blocks.lend(size, longest_idle), dtype=kind)
     if x.is_contiguous():
         return y.resize_(x.shape)
     return y.set_(y.untyped_storage(), 0, x.shape, x.stride())
+
+
+def _has_block(size: int) -> bool:
+    """Whether a result of so many bytes gets a block."""
+    return LARGE <= size <= _MOST_IDLE and _HAS_BLOCKS
+
+
+def empty_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """``empty_like`` for one dimension."""
+    size = numel * dtype.itemsize
+    return torch.frombuffer(_blocks.lend(size), dtype=dtype) if _has_block(size) else torch.empty(numel, dtype=dtype)
 
 
 class _Sources(threading.local):

@@ -26,7 +26,7 @@ from .compiling import compiled, entry
 from .fused import apply_mask
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, map_words
-from .memory import empty_like, lasting_bytes, over, result_from
+from .memory import empty_flat, empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
@@ -40,7 +40,6 @@ __all__ = ["LargeCall", "ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
 _always = partial(bool, 1)
-_CPU = torch.device("cpu")
 
 ready_keys = stack_room(2 * 4 * FEW)
 
@@ -153,7 +152,6 @@ class ReadyCall:
         "_holds",
         "_large",
         "_layout",
-        "_like",
         "_mode",
         "_numel",
         "_range",
@@ -203,7 +201,6 @@ class ReadyCall:
         self.mask_bytes = 2 * layout.words
         # Whether results are encoded at once, which begins when an operation has saved one (``saved.saved_as_codes``).
         self.encodes = False
-        self._like: torch.Tensor | None = None
         self._codes_read: tuple[Any, ...] | None = None
         has_bytes = native.integer and grid.quant_max - grid.quant_min < 256
         if has_bytes and layout.blocks == 1 and layout.numel % LANES == 0:
@@ -251,10 +248,7 @@ class ReadyCall:
 
     def encode_from_now_on(self) -> None:
         """Write a byte for each element of further results, where the grid and the shape allow it."""
-        if self._codes_read is not None:
-            # Not before: a small tensor that lives on, amid large ones that do not, leaves holes beside it.
-            self._like = torch.empty(self._numel, dtype=self._codes_read[0], device="meta")
-            self.encodes = True
+        self.encodes = self._codes_read is not None
 
     def decode(self, codes: torch.Tensor, parameters: int) -> torch.Tensor:
         """Return the elements of a result, in the order of memory, from its bytes.
@@ -263,11 +257,9 @@ class ReadyCall:
             codes: the bytes that were written with the result.
             parameters: address of the scale, zero point and minval that it was made with, one behind the other.
         """
-        like, read = self._like, self._codes_read
-        assert like is not None
-        assert read is not None
-        y = empty_like(like, device=_CPU)
-        dtype, points, origins = read
+        assert self._codes_read is not None
+        dtype, points, origins = self._codes_read
+        y = empty_flat(self._numel, dtype)
         arguments = (
             0, y.data_ptr(), DTYPES[dtype], codes.data_ptr(), 0, parameters, parameters + 4 if points else 0,
             parameters + 8 if origins else 0, self._layout.address, self._range[0].address, self._numel // LANES,
