@@ -125,7 +125,7 @@ def _held(layers: int, codes: bool) -> int:
                 elif isinstance(data, tuple):
                     seen(data[:1])
                 else:
-                    seen([data.coded.data if hasattr(data, "coded") else data.saved])
+                    seen([data.substitute.data if hasattr(data, "substitute") else data.saved])
         node = node.next_functions[0][0] if node.next_functions else None
     return sum(sizes.values())
 
@@ -345,7 +345,7 @@ def test_codes_written_with_the_result(
     for other in results[1:]:
         for expected, mine in zip(results[0], other, strict=True):
             assert_same(mine, expected)
-    written = [type(k.coded) is saved.Codes for k in kept]
+    written = [type(k.substitute) is saved.WrittenCodes for k in kept]
     assert written == [False, math.prod(shape) % 16 == 0]
 
 

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from . import reference
 from .grid import Grid
-from .saved import mark, marking
+from .saved import CodesOnDemand, is_marked, mark, marking
 
 __all__ = [
     "choose_qparams",
@@ -158,9 +158,9 @@ def release_idle_memory() -> None:
 
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
     """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
-    if marking(y):
+    if marking(y) and not is_marked(y):
         block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
-        mark(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on)
+        mark(y, CodesOnDemand(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on))
 
 
 def take_snapshot(*tensors: torch.Tensor) -> Any:
@@ -190,7 +190,7 @@ class _Copies:
 def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:
     """The result, with a note for ``saved_as_codes`` where that is in force and the form can encode."""
     if y.requires_grad and marking(y) and hasattr(form, "encode"):
-        mark(y, made, block_size, grid, form)
+        mark(y, CodesOnDemand(y, made, block_size, grid, form))
     return y
 
 

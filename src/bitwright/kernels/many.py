@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from . import dispatch, reference
 from .grid import Grid
 from .layout import SMALL
-from .saved import mark, marking
+from .saved import CodesOnDemand, mark, marking
 from .straight_through import Backward
 
 __all__ = ["LARGEST", "LARGEST_OF_MANY", "Task", "fake_quantize_many", "quantized_small"]
@@ -126,7 +126,7 @@ class Task:
         """The result, with a note for ``saved_as_codes``."""
         if y.requires_grad:
             block_size = tuple(y.shape) if self.made[0].numel() == 1 else self.block_size
-            mark(y, self.made, block_size, self.grid, dispatch.form_of(y))
+            mark(y, CodesOnDemand(y, self.made, block_size, self.grid, dispatch.form_of(y)))
         return y
 
 

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from .dispatch import fake_quantize
 from .grid import Grid
 from .layout import SMALL
-from .saved import mark_as_made, marking, replace_saved, versions_of
+from .saved import Substitute, mark, marking, replace_saved, versions_of
 from .straight_through import is_straight_through
 
 __all__ = ["forget_weight", "quantized_weights_kept", "remember_making"]
@@ -52,35 +52,29 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-class _Making:
+class _Making(Substitute):
     """How a weight was quantized."""
 
-    __slots__ = ("_copies", "_made", "_options", "_ready", "_result", "_version", "_versions", "_weight", "at")
+    __slots__ = ("_copies", "_made", "_options", "_ready", "_seen", "_versions", "_weight", "at")
 
     def __init__(
         self, y: torch.Tensor, weight: torch.Tensor, made: Parameters, ready: Remake | None, **options: Any
     ) -> None:
-        self.at, self._result = y.data_ptr(), y._version
-        self._weight, self._version = weight.detach(), weight._version
+        super().__init__(y._version)
+        self.at = y.data_ptr()
+        self._weight, self._seen = weight.detach(), weight._version
         # The quantizer's buffers may change before the backward pass.
         self._copies: list[Any] = [None if t is None else t.detach().clone() for t in made]
         self._made, self._versions, self._ready = made, versions_of(made), ready
         self._options = options
 
-    def encode(self, y: torch.Tensor) -> bool:
-        """Whether ``decode`` makes the tensor, that is, nobody has changed it since; see ``saved.mark_as_made``."""
-        return y._version == self._result
-
-    def decode(self) -> torch.Tensor:
-        """``again``."""
-        return self.again()
-
-    def again(self) -> torch.Tensor:
+    def make(self) -> torch.Tensor:
+        """Quantize the weight once more."""
         weight = self._weight
-        if weight._version != self._version or weight.untyped_storage().nbytes() < weight.numel() * weight.itemsize:
+        if weight._version != self._seen or weight.untyped_storage().nbytes() < weight.numel() * weight.itemsize:
             raise RuntimeError(
                 f"A weight of shape {tuple(weight.shape)} that is needed for the gradient has been changed since the "
-                f"forward pass: it is at version {weight._version}, expected version {self._version}. Run backward() "
+                f"forward pass: it is at version {weight._version}, expected version {self._seen}. Run backward() "
                 "before the weight changes, or the forward pass inside bitwright.kernels.quantized_weights_kept()."
             )
         with torch.no_grad():
@@ -111,7 +105,7 @@ def remember_making(
     if y.numel() >= SMALL and weight.is_leaf and is_straight_through(node) and not _waiting.kept:
         making = _Making(y, weight, made, ready, block_size=block_size, grid=grid)
         if marking(y):
-            mark_as_made(y, making)  # which any operation takes that saves the weight
+            mark(y, making)  # which any operation takes that saves the weight
             return
         setattr(node, _MAKING, making)
         _waiting.weight = True
@@ -145,7 +139,7 @@ def forget_weight(result: Any) -> None:
     del saved
 
     def remake() -> torch.Tensor:
-        return making.again().as_strided(*geometry)
+        return making.make().as_strided(*geometry)
 
     replace_saved(getattr(node, f"_raw_saved_{name}"), lambda: remake)
 

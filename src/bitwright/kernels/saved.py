@@ -20,7 +20,18 @@ import torch
 
 from .grid import Grid
 
-__all__ = ["Codes", "mark", "mark_as_made", "marking", "pack", "replace_saved", "saved_as_codes", "versions_of"]
+__all__ = [
+    "CodesOnDemand",
+    "Substitute",
+    "WrittenCodes",
+    "is_marked",
+    "mark",
+    "marking",
+    "pack",
+    "replace_saved",
+    "saved_as_codes",
+    "versions_of",
+]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
@@ -28,8 +39,49 @@ _local = threading.local()
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-class _Coded:
-    """A fake-quantized tensor as codes, made when first needed and shared by all that save the tensor."""
+class Substitute:
+    """What is kept in place of a saved tensor. Whoever marks the tensor with it sets ``version``.
+
+    Attributes:
+        version: the version that the tensor must have for it.
+    """
+
+    __slots__ = ("_made_before", "version")
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self._made_before: weakref.ref[torch.Tensor] | None = None
+
+    def stands_for(self, y: torch.Tensor) -> bool:
+        """Whether the tensor that was marked can still be made; False if it must be kept as it is."""
+        return y._version == self.version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor again; operations that ask at the same time share it."""
+        y = None if self._made_before is None else self._made_before()
+        if y is None:
+            y = self.make()
+            self._made_before = weakref.ref(y)
+        return y
+
+    def make(self) -> torch.Tensor:
+        """Make the tensor, in the order of its memory, of any shape."""
+        raise NotImplementedError
+
+
+class CodesOnDemand(Substitute):
+    """A fake-quantized tensor as codes, made when an operation saves the tensor.
+
+    Args:
+        y: the tensor.
+        made: scale, zero point and minval.
+        block_size: shape of one block.
+        grid: the codes.
+        form: module whose ``encode`` and ``decode`` take the tensor.
+        noted: called when an operation has saved the tensor.
+    """
+
+    __slots__ = ("_failed", "_form", "_like", "_noted", "_options", "_parameters", "_versions", "data")
 
     def __init__(
         self,
@@ -40,25 +92,24 @@ class _Coded:
         form: Any,
         noted: Callable[[], object] | None = None,
     ) -> None:
-        self.version = y._version
-        self._noted = noted
-        self._made = made
-        self._made_versions = versions_of(made)
+        super().__init__(y._version)
+        self._parameters, self._versions = made, versions_of(made)
         self._options: dict[str, Any] = {"block_size": block_size, "grid": grid}
-        self._form = form
+        self._form, self._noted = form, noted
         self.data: torch.Tensor | None = None
         self._failed = False
-        self._decoded: weakref.ref[torch.Tensor] | None = None
 
-    def encode(self, y: torch.Tensor) -> bool:
-        """Make the codes; False if the tensor must be kept as it is."""
+    def stands_for(self, y: torch.Tensor) -> bool:
+        """Make the codes, if they are not there; False if the tensor must be kept as it is."""
         if self.data is None and not self._failed:
-            if y._version != self.version or versions_of(self._made) != self._made_versions:
+            if not super().stands_for(y) or versions_of(self._parameters) != self._versions:
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
-            self._made = tuple(None if t is None else t.detach().clone() for t in self._made)  # type: ignore[assignment]
-            self.data = self._form.encode(y.detach(), *self._made, **self._options)
+            scale, zero_point, minval = (None if t is None else t.detach().clone() for t in self._parameters)
+            assert scale is not None
+            self._parameters = scale, zero_point, minval
+            self.data = self._form.encode(y.detach(), *self._parameters, **self._options)
             self._failed = self.data is None
             if self._noted is not None:
                 self._noted()
@@ -66,60 +117,46 @@ class _Coded:
             self._like = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
         return not self._failed
 
-    def decode(self) -> torch.Tensor:
-        """The tensor again; operations that ask at the same time share it."""
-        y: torch.Tensor | None = None if self._decoded is None else self._decoded()
-        if y is None:
-            assert self.data is not None
-            y = self._form.decode(self.data, self._like, *self._made, **self._options)
-            self._decoded = weakref.ref(y)
-        return y
+    def make(self) -> torch.Tensor:
+        """Decode."""
+        made: torch.Tensor = self._form.decode(self.data, self._like, *self._parameters, **self._options)
+        return made
 
 
-class Codes:
-    """The bytes of a fake-quantized tensor, written together with it.
+class WrittenCodes(Substitute):
+    """A fake-quantized tensor as codes, written together with it.
 
     Args:
-        maker: the prepared call that writes them; ``decode`` makes the elements of the bytes and the parameters.
+        maker: the prepared call that writes them; ``decode`` makes the elements of the codes and the parameters.
         data: memory for a byte for each element.
     """
 
-    __slots__ = ("_decoded", "_made", "_maker", "_parameters", "_version", "data")
+    __slots__ = ("_maker", "_owner", "_parameters", "data")
 
     def __init__(self, maker: Any, data: torch.Tensor) -> None:
+        super().__init__()
         self._maker, self.data = maker, data
-        self._made: Any = None
-        self._parameters = self._version = 0
-        self._decoded: weakref.ref[torch.Tensor] | None = None
+        self._owner: Any = None
+        self._parameters = 0
 
-    def written(self, made: Any, parameters: int, whole: bool) -> None:
-        """Note that the bytes are there.
+    def written(self, owner: Any, parameters: int) -> None:
+        """Note that there is a byte for every element.
 
         Args:
-            made: owner of the parameters.
-            parameters: their address.
-            whole: whether there is a byte for every element.
+            owner: owner of the memory of the parameters.
+            parameters: its address.
         """
-        if whole:
-            self._made, self._parameters = made, parameters
+        self._owner, self._parameters = owner, parameters
 
     def mark(self, y: torch.Tensor) -> None:
-        """Note on the tensor that these are its bytes."""
-        if self._made is not None:
-            self._version = y._version
-            setattr(y, _MARK, self)
+        """Mark the tensor, if there is a byte for every element."""
+        if self._owner is not None:
+            self.version = y._version
+            mark(y, self)
 
-    def encode(self, y: torch.Tensor) -> bool:
-        """Whether the bytes are still those of the tensor."""
-        return y._version == self._version
-
-    def decode(self) -> torch.Tensor:
-        """The elements of the tensor in the order of memory; operations that ask at the same time share them."""
-        y: torch.Tensor | None = None if self._decoded is None else self._decoded()
-        if y is not None:
-            return y
+    def make(self) -> torch.Tensor:
+        """Decode."""
         made: torch.Tensor = self._maker.decode(self.data, self._parameters)
-        self._decoded = weakref.ref(made)
         return made
 
 
@@ -129,12 +166,12 @@ def versions_of(made: Parameters) -> tuple[int, ...]:
 
 
 class _View:
-    """What is kept in place of a saved tensor: the codes, and which view of the tensor it was."""
+    """What autograd holds for a saved tensor: the substitute, and which view of its tensor it was."""
 
-    __slots__ = ("coded", "geometry")
+    __slots__ = ("geometry", "substitute")
 
-    def __init__(self, coded: Any, saved: torch.Tensor) -> None:
-        self.coded = coded
+    def __init__(self, substitute: Substitute, saved: torch.Tensor) -> None:
+        self.substitute = substitute
         self.geometry = (saved.shape, saved.stride(), saved.storage_offset())
 
 
@@ -180,47 +217,25 @@ def marking(y: torch.Tensor) -> bool:
     return least is not None and y.numel() >= least
 
 
-def mark(
-    y: torch.Tensor,
-    made: Parameters,
-    block_size: tuple[int, ...],
-    grid: Grid,
-    form: Any,
-    noted: Callable[[], object] | None = None,
-) -> None:
-    """Note on a fake-quantized tensor how it was made, unless its bytes are there already.
-
-    Args:
-        y: the tensor.
-        made: scale, zero point and minval.
-        block_size: shape of one block.
-        grid: the codes.
-        form: module whose ``encode`` and ``decode`` take the tensor.
-        noted: called when an operation has saved the tensor.
-    """
-    if not hasattr(y, _MARK):
-        setattr(y, _MARK, _Coded(y, made, block_size, grid, form, noted))
+def mark(y: torch.Tensor, substitute: Substitute) -> None:
+    """Note on a tensor what is kept where an operation saves it."""
+    setattr(y, _MARK, substitute)
 
 
-def mark_as_made(y: torch.Tensor, making: Any) -> None:
-    """Note on a tensor what is kept where an operation saves it, in place of its codes.
-
-    Args:
-        y: the tensor.
-        making: ``encode`` says whether it can make the tensor that it is given, ``decode`` makes it.
-    """
-    setattr(y, _MARK, making)
+def is_marked(y: torch.Tensor) -> bool:
+    """Return whether ``mark`` was called for a tensor."""
+    return hasattr(y, _MARK)
 
 
 def pack(saved: torch.Tensor) -> Any:
     """What ``saved_as_codes`` keeps in place of a tensor that an operation saves."""
-    coded: Any = getattr(saved, _MARK, None)
+    substitute: Substitute | None = getattr(saved, _MARK, None)
     whole = saved
-    if coded is None and saved._base is not None:
+    if substitute is None and saved._base is not None:
         whole = saved._base
-        coded = getattr(whole, _MARK, None)
-    if coded is not None and whole.storage_offset() == 0 and coded.encode(whole):
-        return _View(coded, saved)
+        substitute = getattr(whole, _MARK, None)
+    if substitute is not None and whole.storage_offset() == 0 and substitute.stands_for(whole):
+        return _View(substitute, saved)
     if saved.grad_fn is None:  # no operation's result, so that it cannot hold itself
         return saved, saved._version
     return _Kept(saved)
@@ -228,8 +243,7 @@ def pack(saved: torch.Tensor) -> Any:
 
 def _unpack(kept: _View | _Kept | tuple[torch.Tensor, int]) -> torch.Tensor:
     if isinstance(kept, _View):
-        decoded: torch.Tensor = kept.coded.decode()
-        return decoded.as_strided(*kept.geometry)
+        return kept.substitute.tensor().as_strided(*kept.geometry)
     if isinstance(kept, tuple):
         saved, version = kept
     elif kept.saved is not None:

@@ -159,7 +159,7 @@ def test_codes_are_kept_of_what_was_observed(calculator: str, granularity: Any, 
             y = mine(x.T.contiguous().T if transposed else x)
             z = y * y
         kept = z.grad_fn._raw_saved_self.data
-        assert kept.coded.data.dtype == torch.uint8, number
+        assert kept.substitute.data.dtype == torch.uint8, number
         mine.qparams_calculator.scale.mul_(3)  # what comes later must not matter
         z.sum().backward()
         inside = x.grad != 0

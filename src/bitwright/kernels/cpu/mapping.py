@@ -205,23 +205,9 @@ def fake_coded_row(
     x: int, y: int, dtype: int, anchored: int, mask: int, codes: int, count: int, scale: Scalar, origin: Scalar,
     least: Scalar, most: Scalar,
 ) -> Scalar:  # fmt: skip
-    """``fake_row`` with a mask, which also writes a byte for each element, ``code - quant_min``.
+    """``fake_row`` with a mask, which also writes a byte for each element, ``code - quant_min``, to ``codes``.
 
-    Args:
-        x: as in ``fake_row``, like all that is not named here.
-        y: see ``x``.
-        dtype: see ``x``.
-        anchored: see ``x``.
-        mask: where the bits go.
-        codes: where the bytes go.
-        count: see ``x``.
-        scale: see ``x``.
-        origin: see ``x``.
-        least: see ``x``; at most 255 below ``most``.
-        most: see ``x``.
-
-    Returns:
-        Whether some element is NaN, which has no byte.
+    It takes at most 256 codes, and returns whether some element is NaN, which has no byte.
     """
     if anchored != 0:
         return fake_vectors_of(x, y, dtype, True, mask, True, codes, count, scale, origin, least, most)
@@ -394,23 +380,8 @@ def map_fake(
 ) -> None:  # fmt: skip
     """``map_words`` for fake quantization, which can also write a byte for each element, ``code - quant_min``.
 
-    Bytes are for whole vectors, integers of at most eight bits and a single scale.
-
-    Args:
-        x: as in ``map_part``, like all that is not named here.
-        dtype: dtype of input and output.
-        y: see ``x``.
-        mask: address of the mask.
-        codes: address of the bytes, or 0.
-        failed: address of an int32 that becomes 1 if some element has no byte.
-        scales: see ``x``.
-        points: see ``x``.
-        origins: see ``x``.
-        table: see ``x``.
-        grid: see ``x``.
-        begin: first vector.
-        end: vector behind the last.
-        buffer: of two vectors.
+    That is for whole vectors with a mask, integers of at most eight bits and a single scale: ``codes`` is where the
+    bytes go, or 0, and the int32 at ``failed`` becomes 1 if some element has none.
     """
     lowest, highest = peek_f32(grid + 8), peek_f32(grid + 12)
     scale, point, origin = np.float32(0), np.float32(0), np.float32(0)

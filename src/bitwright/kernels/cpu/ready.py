@@ -17,7 +17,7 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.saved import Codes, marking
+from bitwright.kernels.saved import WrittenCodes, marking
 from bitwright.kernels.straight_through import Backward, straight_through
 
 from .choosing import FEW, choose_block, track
@@ -227,23 +227,16 @@ class ReadyCall:
             restart: see ``observe``.
         """
         mode = AS_THEY_ARE if not observed else 0 if restart else self._mode
-        if self.encodes and marking(x):
-            return self._encoded(x, mode, unneeded)
-        if not self._large:
+        codes = WrittenCodes(self, lasting_bytes(self._numel)) if self.encodes and marking(x) else None
+        if not self._large and codes is None:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
             return straight_through(x, partial(self.run_masked, x, mode=mode), mask, self.apply_mask)
-        signs = self._signs_to_write(x)
-        run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=unneeded and owns_memory(x))
-        return straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
-
-    def _encoded(self, x: torch.Tensor, mode: int, unneeded: bool) -> torch.Tensor:
-        """``run_with_gradient`` where operations are expected to save the result, which is encoded on the way."""
         signs = self._signs_to_write(x) if self._large else None
-        codes = Codes(self, lasting_bytes(self._numel))
         in_place = unneeded and self._large and owns_memory(x)
         run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=in_place, codes=codes)
         y = straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
-        codes.mark(y)
+        if codes is not None:
+            codes.mark(y)
         return y
 
     def encode_from_now_on(self) -> None:
@@ -281,7 +274,7 @@ class ReadyCall:
         mode: int = AS_THEY_ARE,
         signs: torch.Tensor | None = None,
         in_place: bool = False,
-        codes: Codes | None = None,
+        codes: WrittenCodes | None = None,
     ) -> torch.Tensor:
         """Fake-quantize, and fill what is given of the mask, of ``mask_bytes`` bytes, of the signs and of the codes.
 
@@ -311,7 +304,7 @@ class ReadyCall:
         mask: torch.Tensor | None,
         mode: int,
         signs: torch.Tensor | None = None,
-        codes: Codes | None = None,
+        codes: WrittenCodes | None = None,
     ) -> None:
         layout, threads = self._layout, threads_for(self._numel)
         if mode != AS_THEY_ARE and layout.blocks > FEW:
@@ -330,8 +323,8 @@ class ReadyCall:
         )  # fmt: skip
         at = call.buffer_info()[0]
         run_parts(stages_part, (at, mode), threads, (call, x, y, mask, signs, codes, self._alive))
-        if codes is not None:
-            codes.written(call, at + PARAMETERS, not call[FAILED])
+        if codes is not None and not call[FAILED]:
+            codes.written(call, at + PARAMETERS)
 
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Multiply a contiguous gradient of the tensor's shape by the mask."""
