@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 MODES = ("eager", "graph")
-STEP_OF_TRAINED = "step, trained before"
+STEP, STEP_OF_TRAINED, FROZEN = "step", "step, trained before", "frozen evaluation"
 SAVED = "bitwright, saved as codes"
 # What is measured of memory: how glibc is set up for it.
 MEMORY = {
@@ -218,29 +218,17 @@ def ask_memory(interpreter: str, what: str, *arguments: str) -> dict[str, int]:
     return found
 
 
-def measure_steps(
-    name: str, mode: str, repeats: int, threads: int, workers: dict[str, Worker], trained: bool
+def measure_times(
+    what: str, name: str, mode: str, repeats: int, threads: int, workers: dict[str, Worker]
 ) -> dict[str, Any]:
-    """Time training steps; ratios of medians."""
-    what = STEP_OF_TRAINED if trained else "step"
-    sides = {
+    """Time steps, or the evaluation of frozen int4 weights, in processes of their own; ratios of medians."""
+    sides: dict[str, Side] = {
         side: partial(worker.ask, what=what, name=name, mode=mode, threads=threads) for side, worker in workers.items()
     }
     times = alternate(sides, repeats, pause=0.01)
     over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
     return {"what": what, "model": name, "mode": mode, "threads": threads, "over_float": over,
-            "over_float_allowed": 1.2, "seconds": times}  # fmt: skip
-
-
-def measure_frozen(name: str, repeats: int, threads: int, peer: Worker | None) -> dict[str, Any]:
-    """Time the evaluation of frozen int4 weights; ratios of medians."""
-    sides = {"float": seconds(frozen("float", name)), "bitwright": seconds(frozen("bitwright", name))}
-    if peer is not None:
-        sides["peer"] = lambda: peer.ask(what="frozen", name=name, mode="eager", threads=threads)
-    times = alternate(sides, 2 * repeats, pause=0.01)
-    over = {side: ratio(times[side], times["float"]) for side in times if side != "float"}
-    return {"what": "frozen evaluation", "model": name, "mode": "eager", "threads": threads, "over_float": over,
-            "over_float_allowed": 1.05, "seconds": times}  # fmt: skip
+            "over_float_allowed": 1.05 if what == FROZEN else 1.2, "seconds": times}  # fmt: skip
 
 
 def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: str | None) -> dict[str, Any]:
@@ -279,7 +267,7 @@ def serve(package: str) -> None:
                 built.clear()
                 what, name, mode = key
                 trained = what == STEP_OF_TRAINED
-                if what == "frozen":
+                if what == FROZEN:
                     built[key] = seconds(frozen(package, name))
                 else:
                     built[key] = seconds(build(package, name, mode, saved, trained=trained)[0])
@@ -326,7 +314,7 @@ def main() -> None:
     workers = {side: Worker(sys.executable, script, "--worker", side) for side in ("float", "bitwright", SAVED)}
     if interpreter:
         workers["peer"] = Worker(interpreter, script, "--worker", "coreai_opt")
-    peer = workers.get("peer")
+    evaluating = {side: worker for side, worker in workers.items() if side != SAVED}
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:
@@ -334,10 +322,10 @@ def main() -> None:
         write_json(options.output, rows)
 
     for name in options.models:
-        keep(measure_frozen(name, options.repeats, options.threads, peer))
+        keep(measure_times(FROZEN, name, "eager", 2 * options.repeats, options.threads, evaluating))
         for mode in MODES:
-            for trained in (False, True):
-                keep(measure_steps(name, mode, options.repeats, options.threads, workers, trained))
+            for what in (STEP, STEP_OF_TRAINED):
+                keep(measure_times(what, name, mode, options.repeats, options.threads, workers))
             if not options.no_memory:
                 for what in MEMORY:
                     repeats = 1 if what == "peak memory in use" else options.memory_repeats
