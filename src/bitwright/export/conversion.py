@@ -23,6 +23,7 @@ from bitwright.errors import BitwrightError
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import not_a_tuple
+from bitwright.program.protect import without_fake_tensors
 from bitwright.program.unlift import reserved_state
 
 __all__ = [
@@ -203,7 +204,7 @@ def captured(
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
     args, kwargs = tree_map_only(torch.Tensor, plain_layout, (example_inputs, dict(example_kwargs or {})))
-    with converting("torch.export"), inputs_unmarked(args, kwargs):
+    with converting("torch.export"), inputs_unmarked(args, kwargs), without_fake_tensors(model):
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     lost = reserved_state(exported)
     if lost is not None:

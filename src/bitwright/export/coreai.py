@@ -18,6 +18,8 @@ from bitwright.common import ExportBackend
 
 from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
+from .complex_numbers import complex_calls, without_complex_numbers
+from .constants import compute_beforehand
 from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
 from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
@@ -125,6 +127,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     drop_constants(program)
+    program = without_complex_numbers(program) or program
     spell_out_experts(program.graph_module)
     spell_out_dynamic_sorts(program.graph_module)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
@@ -134,9 +137,12 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
             table |= more
             program = program.run_decompositions(table)
+    compute_beforehand(program, set(_lacking(program)).__contains__)
     missing: dict[str, list[str]] = {}
     for node in _lacking(program):
         missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+    for node in complex_calls(program):  # which end the process
+        missing.setdefault(f"{node.target} with complex numbers", []).append(module_path(node))
     for pool in program.graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default):
         if any(user.args[1] == 1 and user.users for user in pool.users):
             missing.setdefault("aten.max_pool2d_with_indices.default with its indices", []).append(module_path(pool))

@@ -346,10 +346,17 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
 
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """The tensor itself, as PyTorch's averages over all of it come out of a decomposition."""
+    """The tensor itself, as PyTorch's averages over all of it come out of a decomposition; or copies of its numbers."""
     moves = [(one, other) for length, one, other in zip(size, stride, x.stride(), strict=False) if length != 1]
-    same = list(size) == list(x.shape) and not storage_offset and all(one == other for one, other in moves)
-    return _aten.alias.default(x) if same else NotImplemented
+    if list(size) == list(x.shape) and not storage_offset and all(one == other for one, other in moves):
+        return _aten.alias.default(x)
+    known = all(isinstance(number, int) for number in (*size, *stride, *x.shape))
+    if not known or not x.is_contiguous() or x.storage_offset():
+        return NotImplemented
+    places = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
+    for length, step in zip(size, stride, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(length, device=x.device) * step
+    return x.reshape(-1).index_select(0, places.flatten()).reshape(size)
 
 
 def _of_floats(function: Any) -> Callable[..., Any]:
@@ -365,6 +372,30 @@ def _power(x: Tensor, exponent: float) -> Any:
     """Powers of integers that are none, which the runtime computes in half precision."""
     whole = isinstance(exponent, int) or x.dtype.is_floating_point
     return NotImplemented if whole else torch.pow(x.float(), exponent)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention whose result has another shape than its queries, or that has no heads, which coreai-torch refuses."""
+    sizes = [tensor.shape[:-2] for tensor in (query, key, value)]
+    broadcast = torch.Size() if enable_gqa else torch.broadcast_shapes(*sizes)  # type: ignore[no-untyped-call]
+    if query.dim() > 2 and value.shape[-1] == query.shape[-1] and (enable_gqa or broadcast == sizes[0]):
+        return NotImplemented
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, zero, -math.inf)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    made = _aten._scaled_dot_product_attention_math.default
+    return made(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
 
 
 _FUNCTIONS_OF_FLOATS = [
@@ -395,6 +426,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.mul.Tensor: _multiply,
     _aten.pow.Tensor_Scalar: _power,
     _aten.scalar_tensor.default: _number,
+    _aten.scaled_dot_product_attention.default: _attention,
     _aten.squeeze.dims: _squeeze,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,

@@ -17,7 +17,7 @@ from bitwright.planning import Problem, Severity
 from .conversion import ConversionError
 from .graph_edits import call
 
-__all__ = ["drop_constants", "only_tensors", "refuse_numbers", "tensors_apart"]
+__all__ = ["drop_constants", "only_tensors", "refuse_numbers", "tensors_apart", "written_tensors"]
 
 
 def refuse_numbers(program: torch.export.ExportedProgram, converter: str) -> None:
@@ -61,14 +61,18 @@ def drop_constants(program: torch.export.ExportedProgram) -> None:
 def _copy_written_inputs(program: torch.export.ExportedProgram) -> None:
     """Let a program that writes to its inputs write to copies of them."""
     graph, given = program.graph, set(program.graph_signature.user_inputs)
-    written = [_viewed(node.args[0]) for node in graph.nodes if _writes(node)]
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in dict.fromkeys(written):
+    for node in written_tensors(graph):
         if node.op != "placeholder" or node.name not in given:
             continue
         with graph.inserting_before(first):
             copied = call(graph, torch.ops.aten.clone.default, node)
         node.replace_all_uses_with(copied, delete_user_cb=partial(operator.is_not, copied))
+
+
+def written_tensors(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes whose memory a graph writes to, each once, behind all views of it."""
+    return list(dict.fromkeys(_viewed(node.args[0]) for node in graph.nodes if _writes(node)))
 
 
 def _writes(node: Any) -> bool:

@@ -22,6 +22,7 @@ from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .masks import holds_mask
 from .model import Program
+from .protect import without_fake_tensors
 from .stack_traces import short_stack_traces
 from .unlift import unlift
 
@@ -82,6 +83,7 @@ def _export(
         stack.enter_context(plain_attention())
         stack.enter_context(short_stack_traces())
         stack.enter_context(without_foreign_results(model))
+        stack.enter_context(without_fake_tensors(model))
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["preserved_state"]
+__all__ = ["preserved_state", "without_fake_tensors"]
 
 
 @contextmanager
@@ -45,6 +48,50 @@ def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Ite
         for module, name, buffer_slot in slots:
             if name in module._buffers and module._buffers[name] is not buffer_slot:
                 module._buffers[name] = buffer_slot
+
+
+@contextmanager
+def without_fake_tensors(model: nn.Module) -> Iterator[None]:
+    """Take back what a capture leaves in a model that keeps results, in buffers, attributes, and lists and dicts of them.
+
+    They would be tensors without numbers, which the next call of the model fails on.
+
+    Args:
+        model: as it was on exit; what it keeps besides fake tensors stays.
+    """
+    kept = [
+        (module, {name: _copied(value) for name, value in vars(module).items()}, set(module._non_persistent_buffers_set))
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, before, not_persistent in kept:
+            for name in [name for name, value in vars(module).items() if _holds_fake_tensors(value)]:
+                _take_back(vars(module), name, before)
+            module._non_persistent_buffers_set &= not_persistent | set(module._buffers)
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if type(value) in (dict, list) else value
+
+
+def _holds_fake_tensors(value: Any) -> bool:
+    leaves = tree_leaves(value) if type(value) in (dict, list, tuple) else [value]
+    return any(isinstance(leaf, FakeTensor) for leaf in leaves)
+
+
+def _take_back(holder: Any, name: str, before: dict[str, Any]) -> None:
+    """Give an entry the value that it had; lists and dicts stay the same objects."""
+    if name not in before:
+        del holder[name]
+    elif type(holder[name]) is dict and type(before[name]) is dict:
+        holder[name].clear()
+        holder[name].update(before[name])
+    elif type(holder[name]) is list and type(before[name]) is list:
+        holder[name][:] = before[name]
+    else:
+        holder[name] = before[name]
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

@@ -11,9 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._decomp import core_aten_decompositions
 
 from bitwright.artifact import CompressedTensor
 from bitwright.artifact.sites import activation_simulators
+from bitwright.export.complex_numbers import complex_calls, without_complex_numbers
+from bitwright.export.constants import compute_beforehand, primitives
 from bitwright.export.conversion import (
     OTHER_OPERATOR,
     ConversionError,
@@ -148,8 +151,11 @@ def _program(
 
 def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Write with other operators what ExecuTorch lacks, or computes less exactly; ``program`` may be changed."""
+    if not _has_kernels_for_complex(program):
+        program = without_complex_numbers(program) or program
     program = without_lacking(program, _LACKING) or program
     drop_constants(program)
+    compute_beforehand(program, _lacks)
     check_convolutions(program.graph_module)
     spell_out_experts(program.graph_module)
     slices_for_splits(program.graph_module)
@@ -161,6 +167,21 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     spell_out_sorts(program.graph_module)
     spell_out_batch_norms(program)
     return program
+
+
+def _has_kernels_for_complex(program: torch.export.ExportedProgram) -> bool:
+    """Whether ExecuTorch computes with the complex numbers of a program: it has Fourier transforms, and little else."""
+    calls = complex_calls(program)
+    known = {_aten.view_as_real.default, _aten.view_as_complex.default}
+    reading = {user for node in calls for user in (node, *node.users)}
+    return all(node.target in known or "fft" in str(node.target) for node in reading)
+
+
+def _lacks(node: torch.fx.Node) -> bool:
+    """Whether ExecuTorch has no kernel for an operator of PyTorch: it is not of the core, nor made of such."""
+    known = core_aten_decompositions()
+    computes = [op for op in primitives(node) if all(value.alias_info is None for value in op._schema.returns)]
+    return any(torch.Tag.core not in op.tags and op not in known for op in computes)
 
 
 def check_executorch_operators(program: torch.export.ExportedProgram) -> None:

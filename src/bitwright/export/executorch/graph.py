@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
+from bitwright.export.constants import add_constant
 from bitwright.export.conversion import ConversionError, module_path
 from bitwright.export.graph_edits import argument, call, replace
 from bitwright.planning import Problem, Severity
@@ -21,7 +19,6 @@ __all__ = [
     "DEQUANTIZE",
     "DEQUANTIZE_CHANNELS",
     "check_convolutions",
-    "constant",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
     "drop_identities",
@@ -262,7 +259,7 @@ def spell_out_batch_norms(program: ExportedProgram) -> None:
         with program.graph.inserting_before(node):
             y = x
             for op, value in ((aten.mul.Tensor, factor), (aten.add.Tensor, shift)):
-                y = call(program.graph, op, y, constant(program, read[2], value.float().view(shape)))
+                y = call(program.graph, op, y, add_constant(program, read[2], read[2].name, value.float().view(shape)))
             if y.meta["val"].dtype != x.meta["val"].dtype:  # x in half precision, the constants are not
                 y = call(program.graph, aten._to_copy.default, y, dtype=x.meta["val"].dtype)
         replace(node, y)
@@ -312,17 +309,6 @@ def _has_two_scales(reader: fx.Node) -> bool:
 def _parameters(node: fx.Node, kind: str) -> Any:
     """Scale and zero point of a node of this kind; None for others."""
     return node.args[1:3] if op_name(node) == kind else None
-
-
-def constant(program: ExportedProgram, place: fx.Node, value: torch.Tensor) -> fx.Node:
-    """Insert a buffer of a program in front of another one, named after it."""
-    utils = importlib.import_module("executorch.backends.transforms.utils")
-    taken = {node.name for node in program.graph.nodes}
-    name = next(name for number in count(1) if (name := f"{place.name}_{number}") not in taken)
-    options = {"name": name, "kind": InputKind.BUFFER, "persistent_buffer": True}
-    with program.graph.inserting_before(place):
-        node: fx.Node = utils.create_constant_placeholder(program, program.graph, data=value, **options)
-    return node
 
 
 def op_name(node: fx.Node) -> str:

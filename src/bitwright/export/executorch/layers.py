@@ -11,10 +11,11 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bitwright.export.constants import add_constant
 from bitwright.export.graph_edits import call, replace
 
 from .activations import DynamicActivation
-from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, constant, has_scales_of_inputs, op_name
+from .graph import DEQUANTIZE, DEQUANTIZE_CHANNELS, has_scales_of_inputs, op_name
 
 __all__ = ["lower_dynamic_activations", "multiply_by_codes", "products_as_layers"]
 
@@ -75,7 +76,9 @@ def _copied(program: ExportedProgram, weights: Sequence[fx.Node]) -> fx.Node:
     """Let these nodes of one weight read copies of its codes, scales and zero points; returns the codes."""
     buffers: Any = weights[0].args[:3]
     names = program.graph_signature.inputs_to_buffers
-    copies = [constant(program, buffer, program.state_dict[names[buffer.name]].clone()) for buffer in buffers]
+    copies = [
+        add_constant(program, buffer, buffer.name, program.state_dict[names[buffer.name]].clone()) for buffer in buffers
+    ]
     for weight in weights:
         weight.args = (*copies, *weight.args[3:])
     return copies[0]

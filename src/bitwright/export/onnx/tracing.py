@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.export.complex_numbers import without_complex_numbers
+from bitwright.export.constants import compute_beforehand, primitives
 from bitwright.export.conversion import (
     OTHER_OPERATOR,
     ConversionError,
@@ -85,12 +87,31 @@ def traced(
             with contextlib.suppress(ConversionError):
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
-            written = exported if spell_out_experts(exported.graph_module) else without_lacking(exported, LACKING)
+            written = _written(exported)
             if written is not None:
                 return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
             refuse_numbers(exported, "torch.onnx")
-            refuse_missing("torch.onnx", _missing(exported))  # all of them; it names only the first itself
+            missing: dict[str, list[str]] = {}
+            for node in _lacking(exported):  # all of them; it names only the first itself
+                missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+            refuse_missing("torch.onnx", missing)
         raise
+
+
+def _written(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram | None:
+    """A program with something that torch.onnx lacks written another way; None where it lacks nothing that has one.
+
+    Args:
+        program: may be changed.
+    """
+    if (without := without_complex_numbers(program)) is not None:
+        return without
+    if spell_out_experts(program.graph_module):
+        return program
+    if (without := without_lacking(program, LACKING)) is not None:
+        return without
+    missing = {node.target for node in _lacking(program)}
+    return program if compute_beforehand(program, lambda node: bool(missing & primitives(node))) else None
 
 
 def _traced_as_captured(
@@ -123,8 +144,8 @@ def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
     check_kernels(traced(program, opset=MIN_OPSET, remedy=OTHER_OPERATOR).model)
 
 
-def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
-    """Module paths by operator, of PyTorch's operators that torch.onnx has no function for."""
+def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    """Calls of PyTorch's operators that torch.onnx has no function for."""
     private = "torch.onnx._internal.exporter"
     registration, dispatching, passes = (
         require(f"{private}.{name}", "onnx", "Export to ONNX")
@@ -133,13 +154,13 @@ def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
     with converting("torch.export"), _quiet():
         registry = registration.ONNXRegistry.from_torchlib()
         graph = passes.remove_assertion_nodes(passes.decompose_with_registry(program, registry).graph_module).graph
-    missing: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        is_torchs = node.op == "call_function" and str(node.target).startswith(("aten.", "prims."))
-        if is_torchs and dispatching.dispatch(node, registry)[0] is None:
-            op = str(node.meta.get("original_aten", node.target))
-            missing.setdefault(op, []).append(module_path(node))
-    return missing
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and str(node.target).startswith(("aten.", "prims."))
+        and dispatching.dispatch(node, registry)[0] is None
+    ]
 
 
 @contextlib.contextmanager

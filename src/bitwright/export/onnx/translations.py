@@ -16,6 +16,7 @@ from .losses import cross_entropy
 from .norms import batch_norm
 from .pools import average_pool
 from .resizing import ANTIALIASED, antialiased
+from .shapes import SQUEEZES
 from .sorts import sort_stably
 
 __all__ = ["translations"]
@@ -39,6 +40,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.scatter_reduce.two: scattered(opset),
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
+        **SQUEEZES,
         **{overload: antialiased(overload, opset) for overload in ANTIALIASED},
         **{overload: indexed_write(overload, opset) for overload in WRITES},
         **{overload: where(overload, opset) for overload in WHERE},

@@ -1,0 +1,375 @@
+"""Complex numbers of exported programs as pairs of real ones, as rotary embeddings multiply by them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from .constants import add_constant, compute_beforehand, remove_constant
+from .graph_edits import argument, call, replace
+from .lacking import composed
+
+__all__ = ["complex_calls", "without_complex_numbers"]
+
+Pair: TypeAlias = tuple[Any, Any]
+"""Real and imaginary part: nodes or numbers. The second is None where it is zero."""
+
+_aten = torch.ops.aten
+_OF_EACH_PART = frozenset((
+    "alias", "cat", "chunk", "clone", "contiguous", "cumsum", "detach", "expand", "flatten", "flip", "gather", "index",
+    "index_select", "mean", "movedim", "narrow", "neg", "permute", "repeat", "repeat_interleave", "reshape", "roll",
+    "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t", "tile", "transpose", "unbind",
+    "unflatten", "unsafe_split", "unsqueeze", "view", "where", "_unsafe_view", "_reshape_alias",
+))  # fmt: skip
+"""Operators that do with complex numbers what they do with each part."""
+_NORMALIZATIONS = {0: 0.0, 1: -0.5, 2: -1.0}
+"""Powers of the number of elements that PyTorch's transforms multiply by: not at all, by its root, by itself."""
+_LONGEST_TRANSFORM = 2048
+"""Elements whose matrix of waves a file may hold: 32 MiB for both parts."""
+
+
+class _NoPairsError(Exception):
+    """There is no form of a call with pairs."""
+
+
+def complex_calls(program: ExportedProgram) -> list[fx.Node]:
+    """Return the nodes of a program that are complex, without those that only hand them on."""
+    return [node for node in program.graph.nodes if node.op != "output" and _is_complex(node)]
+
+
+def without_complex_numbers(program: ExportedProgram) -> ExportedProgram | None:
+    """Return a program with pairs of real numbers for its complex ones.
+
+    Fourier transforms are products with matrices, of sizes that are known and at most 2048.
+
+    Args:
+        program: may be changed, but not in what it computes.
+
+    Returns:
+        None where there are no complex numbers; where the program reads or returns some; or where an operator on them
+        has no form with pairs.
+    """
+    if not complex_calls(program):
+        return None
+    program = _primitive(program)
+    compute_beforehand(program, _is_complex)
+    try:
+        results = _Pairs(program).results()
+    except _NoPairsError:
+        program.graph.eliminate_dead_code()
+        return None
+    for node, result in results.items():
+        replace(node, result)
+    program.graph.eliminate_dead_code()
+    for node in [node for node in program.graph.find_nodes(op="placeholder") if _is_complex(node)]:
+        remove_constant(program, node)
+    program.graph_module.recompile()
+    return program
+
+
+def _primitive(program: ExportedProgram) -> ExportedProgram:
+    """A program without operators on complex numbers that PyTorch makes of others, such as ``torch.stft``."""
+    known: set[Any] = set()
+    while made := {node.target for node in _reading(program) if _is_made(node.target)} - known:
+        known |= made
+        program = program.run_decompositions({op: composed(op) for op in made})
+    return program
+
+
+def _reading(program: ExportedProgram) -> list[fx.Node]:
+    """Calls on complex numbers, and those that make some."""
+    return [user for node in complex_calls(program) for user in (node, *node.users)]
+
+
+def _is_made(op: Any) -> bool:
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    known = op.overloadpacket.__name__ in _OF_EACH_PART
+    return not known and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _is_complex(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else node
+    if isinstance(value, list | tuple):
+        return any(isinstance(one, torch.Tensor) and one.is_complex() for one in value)
+    return isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex())
+
+
+class _Pairs:
+    """The pairs of a program's complex nodes, whose forms are inserted beside them.
+
+    Args:
+        program: whose graph gets the forms.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._graph = program.graph
+        self._pairs: dict[fx.Node, Any] = {}
+        multiply, add, subtract = (
+            partial(call, self._graph, op.Tensor) for op in (_aten.mul, _aten.add, _aten.sub)
+        )
+        self._multiply, self._add, self._subtract = multiply, add, subtract
+        self._forms: dict[str, Callable[[fx.Node], Any]] = {
+            "_fft_c2c": self._transform,
+            "_fft_c2r": self._transform_to_real,
+            "_fft_r2c": self._transform_of_real,
+            "_conj": self._conjugate,
+            "_conj_physical": self._conjugate,
+            "conj": self._conjugate,
+            "conj_physical": self._conjugate,
+            "_to_copy": self._cast,
+            "abs": self._length,
+            "add": partial(self._sum, combine=add),
+            "angle": lambda node: call(self._graph, _aten.atan2.default, *reversed(self._both(node.args[0]))),
+            "complex": lambda node: (node.args[0], node.args[1]),
+            "div": self._quotient,
+            "exp": self._power_of_e,
+            "imag": lambda node: self._both(node.args[0])[1],
+            "mul": lambda node: self._product(*map(self._pair, node.args[:2])),
+            "constant_pad_nd": self._padded,
+            "pad": self._padded,
+            "polar": lambda node: self._on_circle(node.args[0], node.args[1]),
+            "real": lambda node: self._both(node.args[0])[0],
+            "resolve_conj": lambda node: self._pair(node.args[0]),
+            "resolve_neg": lambda node: self._pair(node.args[0]),
+            "sub": partial(self._sum, combine=subtract),
+            "to": self._cast,
+            "view_as_complex": lambda node: tuple(self._select(node.args[0], part) for part in (0, 1)),
+            "view_as_real": lambda node: call(self._graph, _aten.stack.default, list(self._both(node.args[0])), -1),
+        }
+
+    def results(self) -> dict[fx.Node, fx.Node]:
+        """Return what takes the place of calls that make real numbers of complex ones.
+
+        Raises:
+            _NoPairsError: a call has no form.
+        """
+        results = {}
+        for node in list(self._graph.nodes):
+            reads = any(map(_is_complex, node.all_input_nodes))
+            if node.op == "placeholder" and _is_complex(node):
+                self._pairs[node] = self._state(node)
+            elif node.op == "output" and reads:
+                raise _NoPairsError
+            elif node.target is _aten._assert_tensor_metadata.default:
+                if reads:
+                    self._graph.erase_node(node)
+            elif reads or _is_complex(node):
+                with self._graph.inserting_before(node):
+                    form = self._form(node)
+                if isinstance(form, fx.Node):
+                    results[node] = form
+                else:
+                    self._pairs[node] = form
+        return results
+
+    def _form(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        if target is operator.getitem:
+            return tuple(piece[node.args[1]] for piece in self._pairs[node.args[0]])  # type: ignore[index]
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+            raise _NoPairsError
+        name = target.overloadpacket.__name__
+        if name in self._forms:
+            return self._forms[name](node)
+        if name not in _OF_EACH_PART:
+            raise _NoPairsError
+        return self._of_parts(node)
+
+    def _of_parts(self, node: fx.Node) -> Pair:
+        if not self._is_of_parts(node):
+            raise _NoPairsError
+        return tuple(self._of_part(node, part) for part in (0, 1))  # type: ignore[return-value]
+
+    def _padded(self, node: fx.Node) -> Pair:
+        if argument(node, "value"):
+            raise _NoPairsError  # the parts would be padded with different numbers
+        return self._of_parts(node)
+
+    def _is_of_parts(self, node: fx.Node) -> bool:
+        """Whether no real tensor stands beside complex ones, but for numbers of places and conditions."""
+        others = [source for source in node.all_input_nodes if not _is_complex(source)]
+        return not any(source.meta["val"].is_floating_point() for source in others if _is_tensor(source))
+
+    def _of_part(self, node: fx.Node, part: int) -> Any:
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda source: self._both(source)[part] if source in self._pairs else source
+        )
+        if any(map(_is_complex, (*args, *kwargs.values()))):
+            raise _NoPairsError
+        made = call(self._graph, node.target, *args, **kwargs)
+        if isinstance(made.meta["val"], torch.Tensor):
+            return made
+        return [self._piece(made, number) for number in range(len(made.meta["val"]))]
+
+    def _piece(self, made: fx.Node, number: int) -> fx.Node:
+        piece = self._graph.call_function(operator.getitem, (made, number))
+        piece.meta["val"] = made.meta["val"][number]
+        return piece
+
+    def _state(self, node: fx.Node) -> Pair:
+        targets = {spec.arg.name: spec.target for spec in self._program.graph_signature.input_specs}
+        state = {**self._program.constants, **self._program.state_dict}.get(targets.get(node.name) or "")
+        if state is None or node.name in self._program.graph_signature.user_inputs:
+            raise _NoPairsError
+        parts = torch.view_as_real(state.detach().resolve_conj()).unbind(-1)
+        names = (f"{node.name}_{which}" for which in ("real", "imag"))
+        return tuple(  # type: ignore[return-value]
+            add_constant(self._program, node, name, part.contiguous()) for name, part in zip(names, parts, strict=True)
+        )
+
+    def _pair(self, value: Any) -> Pair:
+        if isinstance(value, fx.Node):
+            pair: Pair = self._pairs.get(value, (value, None))
+            return pair
+        return (value.real, value.imag) if isinstance(value, complex) else (value, None)
+
+    def _both(self, value: Any) -> Pair:
+        """The pair of a node, with zeros for an imaginary part that it has not."""
+        real, imaginary = self._pair(value)
+        if imaginary is None:
+            imaginary = call(self._graph, _aten.zeros_like.default, real)
+        return real, imaginary
+
+    def _select(self, node: Any, part: int) -> fx.Node:
+        return call(self._graph, _aten.select.int, node, -1, part)
+
+    def _cast(self, node: fx.Node) -> Any:
+        source, value = node.args[0], node.meta["val"]
+        if value.dtype != torch.complex64:
+            raise _NoPairsError  # to real numbers, which forgets a part with a warning, or to a type no file has
+        real, imaginary = self._pair(source)
+        parts = (real, imaginary) if imaginary is not None else self._both(source)
+        return tuple(call(self._graph, _aten._to_copy.default, part, dtype=torch.float32) for part in parts)
+
+    def _conjugate(self, node: fx.Node) -> Pair:
+        real, imaginary = self._both(node.args[0])
+        return real, call(self._graph, _aten.neg.default, imaginary)
+
+    def _length(self, node: fx.Node) -> fx.Node:
+        return call(self._graph, _aten.sqrt.default, self._square(*self._both(node.args[0])))
+
+    def _square(self, real: Any, imaginary: Any) -> fx.Node:
+        return self._add(self._multiply(real, real), self._multiply(imaginary, imaginary))
+
+    def _on_circle(self, length: Any, angle: Any) -> Pair:
+        turned = (call(self._graph, op.default, angle) for op in (_aten.cos, _aten.sin))
+        return tuple(self._multiply(part, length) for part in turned)  # type: ignore[return-value]
+
+    def _power_of_e(self, node: fx.Node) -> Pair:
+        real, imaginary = self._both(node.args[0])
+        return self._on_circle(call(self._graph, _aten.exp.default, real), imaginary)
+
+    def _sum(self, node: fx.Node, *, combine: Callable[[Any, Any], fx.Node]) -> Pair:
+        if argument(node, "alpha") != 1:
+            raise _NoPairsError
+        one, other = (self._widened(node, value) for value in node.args[:2])
+        return combine(one[0], other[0]), combine(one[1], other[1])
+
+    def _widened(self, node: fx.Node, value: Any) -> Pair:
+        """The parts of a summand; of real ones the second are zeros in the shape that the first has."""
+        if isinstance(value, fx.Node):
+            return self._both(value)
+        real, imaginary = self._pair(value)
+        return real, 0.0 if imaginary is None else imaginary
+
+    def _product(self, one: Pair, other: Pair) -> Pair:
+        if one[1] is None:
+            one, other = other, one
+        if other[1] is None:
+            return self._times(one[0], other[0]), self._times(one[1], other[0])
+        real = self._subtract(self._times(one[0], other[0]), self._times(one[1], other[1]))
+        return real, self._add(self._times(one[0], other[1]), self._times(one[1], other[0]))
+
+    def _times(self, one: Any, other: Any) -> fx.Node:
+        return self._multiply(one, other) if isinstance(one, fx.Node) else self._multiply(other, one)
+
+    def _quotient(self, node: fx.Node) -> Pair:
+        if len(node.args) != 2 or node.kwargs:
+            raise _NoPairsError
+        dividend, divisor = map(self._pair, node.args)
+        divide = partial(call, self._graph, _aten.div.Tensor)
+        if divisor[1] is None:
+            return divide(dividend[0], divisor[0]), divide(dividend[1], divisor[0])
+        if not isinstance(divisor[0], fx.Node):
+            inverse = 1 / complex(*divisor)
+            return self._product(dividend, (inverse.real, inverse.imag))
+        square = self._square(*divisor)
+        product = self._product(dividend, (divisor[0], call(self._graph, _aten.neg.default, divisor[1])))
+        return divide(product[0], square), divide(product[1], square)
+
+
+    def _transform_of_real(self, node: fx.Node) -> Pair:
+        x, dims, normalization, onesided = node.args
+        *others, last = dims  # type: ignore[misc]
+        count = self._count(x, last)
+        cosine, sine = self._waves(count, count // 2 + 1 if onesided else count)
+        pair = self._along(x, last, cosine), self._along(x, last, -sine)
+        return self._scaled(self._along_all(pair, others, forward=True), self._scale(x, dims, normalization))
+
+    def _transform(self, node: fx.Node) -> Pair:
+        z, dims, normalization, forward = node.args
+        scale = self._scale(z, dims, normalization)
+        return self._scaled(self._along_all(self._both(z), dims, forward=bool(forward)), scale)
+
+    def _transform_to_real(self, node: fx.Node) -> fx.Node:
+        z, dims, normalization, count = node.args
+        *others, last = dims  # type: ignore[misc]
+        real, imaginary = self._along_all(self._both(z), others, forward=False)
+        cosine, sine = (waves.t() for waves in self._waves(count, count // 2 + 1))  # type: ignore[arg-type, operator]
+        times = torch.full((len(cosine), 1), 2.0, dtype=torch.float64)  # each stands for its conjugate, too
+        times[0] = 1
+        if count % 2 == 0:  # type: ignore[operator]
+            times[-1] = 1
+        total = self._subtract(self._along(real, last, times * cosine), self._along(imaginary, last, times * sine))
+        size = count * math.prod(self._count(z, dim) for dim in others)  # type: ignore[operator]
+        return self._multiply(total, size ** _NORMALIZATIONS[normalization])  # type: ignore[index]
+
+    def _along_all(self, pair: Pair, dims: Any, *, forward: bool) -> Pair:
+        for dim in dims:
+            count = self._count(pair[0], dim)
+            cosine, sine = self._waves(count, count)
+            combined = [self._along(part, dim, waves) for part in pair for waves in (cosine, sine)]
+            real_cosine, real_sine, imaginary_cosine, imaginary_sine = combined
+            first, second = (self._add, self._subtract) if forward else (self._subtract, self._add)
+            pair = first(real_cosine, imaginary_sine), second(imaginary_cosine, real_sine)
+        return pair
+
+    def _count(self, x: Any, dim: int) -> int:
+        count = x.meta["val"].shape[dim]
+        if not isinstance(count, int) or count > _LONGEST_TRANSFORM:
+            raise _NoPairsError
+        return count
+
+    def _scale(self, x: Any, dims: Any, normalization: Any) -> float:
+        return float(math.prod(self._count(x, dim) for dim in dims) ** _NORMALIZATIONS[normalization])
+
+    def _scaled(self, pair: Pair, scale: float) -> Pair:
+        return pair if scale == 1 else (self._multiply(pair[0], scale), self._multiply(pair[1], scale))
+
+    def _waves(self, count: Any, frequencies: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, a column for each frequency."""
+        if not isinstance(count, int) or count > _LONGEST_TRANSFORM:
+            raise _NoPairsError
+        steps = torch.outer(torch.arange(count), torch.arange(frequencies)) % count
+        angles = steps.double() * (2 * math.pi / count)
+        return angles.cos(), angles.sin()
+
+    def _along(self, x: Any, dim: int, matrix: torch.Tensor) -> fx.Node:
+        """Multiply the vectors that lie along a dimension with a matrix on the right."""
+        moved = call(self._graph, _aten.transpose.int, x, dim, -1)
+        place = next(iter(self._graph.nodes))
+        weight = add_constant(self._program, place, "waves", matrix.to(x.meta["val"].dtype).contiguous())
+        return call(self._graph, _aten.transpose.int, call(self._graph, _aten.matmul.default, moved, weight), dim, -1)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

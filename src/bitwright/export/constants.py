@@ -1,0 +1,152 @@
+"""What a program computes of its own states alone, such as position embeddings that it resizes: computed beforehand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .signatures import written_tensors
+
+__all__ = ["add_constant", "compute_beforehand", "primitives", "remove_constant"]
+
+_COMPUTING = ("aten", "prims", "coreai", "quantized_decomposed")
+"""Namespaces of operators that return in PyTorch what they return in a file; those of stand-ins do not."""
+
+
+def compute_beforehand(program: ExportedProgram, lacks: Callable[[fx.Node], bool]) -> bool:
+    """Replace calls that read none of a program's inputs by what they return, in place; tell whether there are any.
+
+    Args:
+        program: in which states that it writes to count as inputs.
+        lacks: whether the converter lacks the operator of a call; others stay as they are, since what they return may
+            be larger than what they read.
+    """
+    fixed = _fixed(program)
+    calls = [node for node in fixed if node.op == "call_function" and lacks(node)]
+    pieces = [piece for node in calls for piece in ([node] if _is_tensor(node) else node.users)]
+    values: dict[fx.Node, Any] = {}
+    place = next(iter(program.graph.nodes))
+    for piece in reversed(pieces):
+        if piece.users:  # else it was read by others of them
+            constant = add_constant(program, place, piece.name, _value(piece, fixed, values))
+            piece.replace_all_uses_with(constant)
+            program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return bool(values)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
+
+
+def _fixed(program: ExportedProgram) -> dict[fx.Node, torch.Tensor | None]:
+    """Nodes that give the same tensors whenever the program is called, with the tensors of those that are states."""
+    signature, states = program.graph_signature, {**program.state_dict, **program.constants}
+    mutable = {*signature.user_inputs, *(node.name for node in written_tensors(program.graph))}
+    names = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT}
+    fixed: dict[fx.Node, torch.Tensor | None] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            name = names.get(node.name)
+            if name in states and name not in signature.buffers_to_mutate.values() and node.name not in mutable:
+                fixed[node] = states[name]
+        elif node.op == "call_function" and _repeats(node) and all(source in fixed for source in node.all_input_nodes):
+            fixed[node] = None
+    return fixed
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a call returns what it did before, and changes nothing."""
+    if node.target is operator.getitem:
+        return True
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in _COMPUTING:
+        return False
+    if op._schema.is_mutable or not op._schema.returns:
+        return False
+    return torch.Tag.nondeterministic_seeded not in op.tags and torch.Tag.dynamic_output_shape not in op.tags
+
+
+class _Recorded(TorchDispatchMode):
+    """Records the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def primitives(node: fx.Node) -> set[Any]:
+    """Return the operators that PyTorch makes a call of one of its own of; the empty set for other calls."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return set()
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    with _Recorded() as recorded:
+        target(*args, **kwargs)
+    return recorded.ops
+
+
+def _value(node: fx.Node, fixed: dict[fx.Node, torch.Tensor | None], values: dict[fx.Node, Any]) -> Any:
+    """What a fixed node gives."""
+    if (state := fixed[node]) is not None:
+        return state
+    waiting = [node]
+    while waiting:
+        last = waiting[-1]
+        sources = [source for source in last.all_input_nodes if fixed[source] is None and source not in values]
+        if sources:
+            waiting += sources
+            continue
+        waiting.pop()
+        args, kwargs = fx.map_arg((last.args, last.kwargs), lambda source: values.get(source, fixed[source]))
+        target: Any = last.target
+        with torch.no_grad():
+            values[last] = target(*args, **kwargs)
+    return values[node]
+
+
+def add_constant(program: ExportedProgram, place: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+    """Insert a buffer of a program in front of another node, with a name that begins with ``name``.
+
+    Args:
+        program: changed.
+        place: a state of the program or its first node, so that the buffer comes before the inputs.
+        name: what the buffer is named after.
+        value: its numbers, which are not copied.
+    """
+    graph, specs = program.graph, program.graph_signature.input_specs
+    taken = {*(node.name for node in graph.nodes), *program.state_dict, *program.constants}
+    free = next(one for number in count(1) if (one := f"{name}_{number}") not in taken)
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes]) or FakeTensorMode()
+    with graph.inserting_before(place):
+        node = graph.placeholder(free)
+    node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+    number = [one.name for one in graph.find_nodes(op="placeholder")].index(node.name)
+    specs.insert(number, InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True))
+    program.state_dict[free] = value
+    return node
+
+
+def remove_constant(program: ExportedProgram, node: fx.Node) -> None:
+    """Remove a state of a program that nothing reads, in place."""
+    specs = program.graph_signature.input_specs
+    spec = next(one for one in specs if one.arg.name == node.name)
+    specs.remove(spec)
+    program.graph.erase_node(node)
+    if spec.target is not None and all(one.target != spec.target for one in specs):
+        program.state_dict.pop(spec.target, None)
+        program.constants.pop(spec.target, None)
