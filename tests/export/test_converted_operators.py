@@ -34,7 +34,53 @@ CASES = {
     "extremes of masks": lambda x: (x > 0).amax(-1, keepdim=True) * x + (x > -1).amin((1, 2), keepdim=True),
     "asserted": lambda x: x.float() + torch.arange(10, device=x.device).to(x.dtype),
 }
+ANGLES = torch.arange(8.0).outer(0.1 ** torch.arange(5.0))
+SEEN = torch.tensor([[True, False, True, True, False, True, False, True], [False] * 8] * 4)
+
+
+def _rotated(x):
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * torch.polar(torch.ones(8, 5), ANGLES)).flatten(-2)
+
+
+def _complex(x):
+    z = torch.complex(x[..., :5], x[..., 5:])
+    one, other = z.chunk(2, dim=1)
+    turned = torch.polar(one.abs(), other.angle()) * (1 + 2j) - one.conj() / (other + 3) + 1j * one.real
+    both = torch.stack([turned.unsqueeze(0).expand(2, -1, -1, -1, -1)[1], torch.exp(1j * x[:, :2, :, :5]) * z[:, 1:3]])
+    lengths = (z.mean(-1) / (2 - 1j)).abs()
+    return torch.cat([torch.view_as_real(both).flatten(), both.sum(1).imag.flatten(), lengths.flatten()])
+
+
+def _transforms(x):
+    spectrum = torch.fft.rfft2(x, norm="ortho") * torch.polar(torch.ones(8, 6), torch.arange(48.0).view(8, 6))
+    back = torch.fft.irfft2(spectrum, s=(8, 10), norm="ortho")
+    several = torch.fft.ifftn(torch.fft.fftn(x, dim=(1, 3)) * 2, dim=(1, 3), norm="forward").imag
+    return back + several + torch.fft.irfft(torch.fft.rfft(x, n=13), n=9).mean() + torch.fft.fft(x[..., :7]).real.sum()
+
+
+def _spectrogram(x):
+    frames = torch.stft(x.flatten(1), 32, 8, window=torch.hann_window(32), return_complex=True)
+    return torch.log(frames.abs() ** 2 + 1e-2)
+
+
 LACKED = {
+    "rotary embeddings in complex numbers": _rotated,
+    "arithmetic of complex numbers": _complex,
+    "Fourier transforms": _transforms,
+    "a spectrogram": _spectrogram,
+    "attention with other values": lambda x: (
+        F.scaled_dot_product_attention(x, x.flip(2), x[..., :6], SEEN, scale=0.3).sum()
+        + F.scaled_dot_product_attention(x, x.flip(2), torch.cat([x, x], -1), is_causal=True)
+    ),
+    "attention of one query to all": lambda x: F.scaled_dot_product_attention(x[:1], x, x.flip(2)),
+    "attention without heads": lambda x: F.scaled_dot_product_attention(x[0, 0], x[1, 0], x[1, 1], SEEN),
+    "attention in five dimensions": lambda x: (
+        F.scaled_dot_product_attention(x[:, None], x[:, None].flip(3), x[:, None].cos(), SEEN)
+        + F.scaled_dot_product_attention(x[:, None], x[:, None].sin(), x[:, None], x[:, None, :1, :, :8])
+    ),
+    "squeezed where it is not one": lambda x: x.squeeze(1) + x[:1].squeeze((0, 2)),
+    "more windows than elements": lambda x: F.adaptive_avg_pool2d(x[..., :4], (9, 3)),
     "roots of squares, signs, larger numbers": lambda x: (
         torch.hypot(x, x.flip(0)) + torch.hypot(x * 1e30, x.flip(1)) * 1e-30 + torch.copysign(x, x.flip(0))
         + torch.copysign(x, -2.0) + torch.fmax(torch.where(x > 1, math.nan, x), x.flip(0))
@@ -128,6 +174,42 @@ def test_right_in_the_runtime(target, name, tmp_path):
     (actual,) = TARGETS[target].run(path, (x,))
     assert actual.shape == expected.shape
     assert sqnr(expected, actual) > 110
+
+
+class Constants(nn.Module):
+    """Resizes position embeddings that it has for another size, and finds the vectors of a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.positions = nn.Parameter(torch.randn(1, 8, 4, 4))
+        self.register_buffer("matrix", torch.randn(8, 8))
+
+    def forward(self, x):
+        positions = F.interpolate(self.positions, size=(3, 3), mode="bicubic", antialias=True)
+        values, vectors = torch.linalg.eigh(self.matrix + self.matrix.T)
+        return self.layer(x + positions.flatten(2).transpose(1, 2)) @ vectors + values
+
+
+@pytest.mark.parametrize("target", ["onnx", "executorch", "coreai"])
+def test_what_reads_no_inputs_is_computed_beforehand(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 9, 8), Constants().eval()
+    assert not check_operators(model, target, (x,))
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="graph")).prepare((x,)).eval()
+    path = TARGETS[target].write(ready, (x,), tmp_path / f"model{TARGETS[target].suffix}", {}, None)
+    assert sqnr(ready(x), TARGETS[target].run(path, (x,))[0]) > 110
+
+
+@pytest.mark.parametrize("target", ["executorch", "coreai"])
+def test_complex_numbers_without_a_form_are_refused_in_the_plan(target):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    model = Model(lambda x: torch.view_as_real(torch.linalg.inv(torch.complex(x[..., :8], x[..., 2:])))).eval()
+    problems = check_operators(model, target, (torch.randn(2, 4, 8, 10),))
+    assert any("inv" in problem.message or "complex" in problem.message for problem in problems)
 
 
 def test_onnx_refuses_a_divisor_of_windows_that_stand_out():

@@ -437,3 +437,36 @@ def test_stack_traces_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert traces[0] == traces[1]
     assert any(trace is not None and "test_graph_capture.py" in trace for _, trace in traces[0])
     assert proxy.CapturedTraceback is CapturedTraceback
+
+
+class Caching(nn.Module):
+    """Keeps what it made for a length in a dictionary, a list, an attribute and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.by_length: dict[int, torch.Tensor] = {2: torch.zeros(2, 1)}
+        self.made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if length not in self.by_length:
+            self.by_length[length] = torch.arange(float(length))[:, None]
+            self.made.append(self.by_length[length] * 2)
+        if "bias" not in self._buffers:
+            self.register_buffer("bias", torch.ones(length, 4), persistent=False)
+        return self.layer(x) + self.by_length[length] + self.made[-1] + self.bias
+
+
+def test_a_model_that_keeps_results_is_left_without_those_of_the_capture():
+    model, x = Caching().eval(), torch.randn(1, 3, 4)
+    by_length, made = model.by_length, model.made
+    module, _ = capture_graph(model, (x,))
+    assert list(by_length) == [2]
+    assert not made
+    assert model.by_length is by_length
+    assert model.made is made
+    assert not dict(model.named_buffers())
+    assert not model._non_persistent_buffers_set
+    assert torch.equal(copy.deepcopy(module)(x), model(x))
+    assert list(model.by_length) == [2, 3]

@@ -113,9 +113,7 @@ class _Pairs:
         self._program = program
         self._graph = program.graph
         self._pairs: dict[fx.Node, Any] = {}
-        multiply, add, subtract = (
-            partial(call, self._graph, op.Tensor) for op in (_aten.mul, _aten.add, _aten.sub)
-        )
+        multiply, add, subtract = (partial(call, self._graph, op.Tensor) for op in (_aten.mul, _aten.add, _aten.sub))
         self._multiply, self._add, self._subtract = multiply, add, subtract
         self._forms: dict[str, Callable[[fx.Node], Any]] = {
             "_fft_c2c": self._transform,
@@ -174,7 +172,8 @@ class _Pairs:
     def _form(self, node: fx.Node) -> Any:
         target: Any = node.target
         if target is operator.getitem:
-            return tuple(piece[node.args[1]] for piece in self._pairs[node.args[0]])  # type: ignore[index]
+            pieces, number = node.args
+            return tuple(piece[number] for piece in self._pairs[pieces])  # type: ignore[index]
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
             raise _NoPairsError
         name = target.overloadpacket.__name__
@@ -187,7 +186,7 @@ class _Pairs:
     def _of_parts(self, node: fx.Node) -> Pair:
         if not self._is_of_parts(node):
             raise _NoPairsError
-        return tuple(self._of_part(node, part) for part in (0, 1))  # type: ignore[return-value]
+        return tuple(self._of_part(node, part) for part in (0, 1))
 
     def _padded(self, node: fx.Node) -> Pair:
         if argument(node, "value"):
@@ -211,7 +210,7 @@ class _Pairs:
         return [self._piece(made, number) for number in range(len(made.meta["val"]))]
 
     def _piece(self, made: fx.Node, number: int) -> fx.Node:
-        piece = self._graph.call_function(operator.getitem, (made, number))
+        piece: fx.Node = self._graph.call_function(operator.getitem, (made, number))
         piece.meta["val"] = made.meta["val"][number]
         return piece
 
@@ -306,32 +305,34 @@ class _Pairs:
         product = self._product(dividend, (divisor[0], call(self._graph, _aten.neg.default, divisor[1])))
         return divide(product[0], square), divide(product[1], square)
 
-
     def _transform_of_real(self, node: fx.Node) -> Pair:
-        x, dims, normalization, onesided = node.args
-        *others, last = dims  # type: ignore[misc]
+        args: Any = node.args
+        x, dims, normalization, onesided = args
+        *others, last = dims
         count = self._count(x, last)
         cosine, sine = self._waves(count, count // 2 + 1 if onesided else count)
         pair = self._along(x, last, cosine), self._along(x, last, -sine)
         return self._scaled(self._along_all(pair, others, forward=True), self._scale(x, dims, normalization))
 
     def _transform(self, node: fx.Node) -> Pair:
-        z, dims, normalization, forward = node.args
+        args: Any = node.args
+        z, dims, normalization, forward = args
         scale = self._scale(z, dims, normalization)
         return self._scaled(self._along_all(self._both(z), dims, forward=bool(forward)), scale)
 
     def _transform_to_real(self, node: fx.Node) -> fx.Node:
-        z, dims, normalization, count = node.args
-        *others, last = dims  # type: ignore[misc]
+        args: Any = node.args
+        z, dims, normalization, count = args
+        *others, last = dims
         real, imaginary = self._along_all(self._both(z), others, forward=False)
-        cosine, sine = (waves.t() for waves in self._waves(count, count // 2 + 1))  # type: ignore[arg-type, operator]
+        cosine, sine = (waves.t() for waves in self._waves(count, count // 2 + 1))
         times = torch.full((len(cosine), 1), 2.0, dtype=torch.float64)  # each stands for its conjugate, too
         times[0] = 1
-        if count % 2 == 0:  # type: ignore[operator]
+        if count % 2 == 0:
             times[-1] = 1
         total = self._subtract(self._along(real, last, times * cosine), self._along(imaginary, last, times * sine))
-        size = count * math.prod(self._count(z, dim) for dim in others)  # type: ignore[operator]
-        return self._multiply(total, size ** _NORMALIZATIONS[normalization])  # type: ignore[index]
+        size = count * math.prod(self._count(z, dim) for dim in others)
+        return self._multiply(total, size ** _NORMALIZATIONS[normalization])
 
     def _along_all(self, pair: Pair, dims: Any, *, forward: bool) -> Pair:
         for dim in dims:

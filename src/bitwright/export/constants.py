@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
@@ -77,12 +76,12 @@ def _repeats(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in op.tags and torch.Tag.dynamic_output_shape not in op.tags
 
 
-class _Recorded(TorchDispatchMode):
+class _Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that are called."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[Any] = set()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.add(func)
@@ -97,7 +96,8 @@ def primitives(node: fx.Node) -> set[Any]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     with _Recorded() as recorded:
         target(*args, **kwargs)
-    return recorded.ops
+    ops: set[Any] = recorded.ops
+    return ops
 
 
 def _value(node: fx.Node, fixed: dict[fx.Node, torch.Tensor | None], values: dict[fx.Node, Any]) -> Any:
@@ -129,15 +129,16 @@ def add_constant(program: ExportedProgram, place: fx.Node, name: str, value: tor
         value: its numbers, which are not copied.
     """
     graph, specs = program.graph, program.graph_signature.input_specs
-    taken = {*(node.name for node in graph.nodes), *program.state_dict, *program.constants}
-    free = next(one for number in count(1) if (one := f"{name}_{number}") not in taken)
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes]) or FakeTensorMode()
     with graph.inserting_before(place):
-        node = graph.placeholder(free)
+        node: fx.Node = graph.placeholder(name)
+    while node.name in {*program.state_dict, *program.constants}:
+        node._rename(f"{node.name}_1")
+    node.target = node.name
     node.meta["val"] = mode.from_tensor(value, static_shapes=True)
     number = [one.name for one in graph.find_nodes(op="placeholder")].index(node.name)
-    specs.insert(number, InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True))
-    program.state_dict[free] = value
+    specs.insert(number, InputSpec(InputKind.BUFFER, TensorArgument(node.name), node.name, persistent=True))
+    program.state_dict[node.name] = value
     return node
 
 

@@ -324,6 +324,13 @@ def _average_of_windows(x: Tensor, output_size: Sequence[int]) -> Any:
     return _aten.avg_pool3d.default(x, window, window)
 
 
+def _average_of_overlapping_windows(x: Tensor, output_size: Sequence[int]) -> Any:
+    """An adaptive average pool with more windows than elements, which coreai-torch refuses."""
+    sizes = zip(x.shape[-2:], output_size, strict=True)
+    fewer = any(isinstance(size, int) and size < count for size, count in sizes)
+    return LACKING[_aten._adaptive_avg_pool3d.default](x, output_size) if fewer else NotImplemented
+
+
 def _bits(op: Any) -> Callable[[Tensor, int], Any]:
     """An operator on bits with a number, as one with a tensor of it."""
     return lambda x, number: op(x, torch.full([], number, dtype=x.dtype, device=x.device))
@@ -431,6 +438,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
     _aten.view.default: _view,
+    _aten._adaptive_avg_pool2d.default: _average_of_overlapping_windows,
     # not translated
     _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,

@@ -52,7 +52,7 @@ def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Ite
 
 @contextmanager
 def without_fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Take back what a capture leaves in a model that keeps results, in buffers, attributes, and lists and dicts of them.
+    """Take back what a capture leaves in a model that keeps results: in buffers, attributes, and lists and dicts.
 
     They would be tensors without numbers, which the next call of the model fails on.
 
@@ -60,38 +60,38 @@ def without_fake_tensors(model: nn.Module) -> Iterator[None]:
         model: as it was on exit; what it keeps besides fake tensors stays.
     """
     kept = [
-        (module, {name: _copied(value) for name, value in vars(module).items()}, set(module._non_persistent_buffers_set))
-        for module in model.modules()
+        (module, {name: (value, _copied(value)) for name, value in vars(module).items()}) for module in model.modules()
     ]
+    not_persistent = [set(module._non_persistent_buffers_set) for module in model.modules()]
     try:
         yield
     finally:
-        for module, before, not_persistent in kept:
-            for name in [name for name, value in vars(module).items() if _holds_fake_tensors(value)]:
-                _take_back(vars(module), name, before)
-            module._non_persistent_buffers_set &= not_persistent | set(module._buffers)
+        for (module, before), names in zip(kept, not_persistent, strict=True):
+            _take_back_fake_tensors(vars(module), before)
+            module._non_persistent_buffers_set &= names | set(module._buffers)
 
 
 def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (dict, list) else value
+    return type(value)(value) if type(value) in (dict, list) else None
+
+
+def _take_back_fake_tensors(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
+    """Give attributes the values that they had; torch.export puts copies of lists and dicts in their places."""
+    for name, (value, content) in before.items():
+        if content is not None and _holds_fake_tensors(value):
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(content)
+            attributes[name] = value
+    for name in [name for name, value in attributes.items() if _holds_fake_tensors(value)]:
+        if name in before:
+            attributes[name] = before[name][0]
+        else:
+            del attributes[name]
 
 
 def _holds_fake_tensors(value: Any) -> bool:
     leaves = tree_leaves(value) if type(value) in (dict, list, tuple) else [value]
     return any(isinstance(leaf, FakeTensor) for leaf in leaves)
-
-
-def _take_back(holder: Any, name: str, before: dict[str, Any]) -> None:
-    """Give an entry the value that it had; lists and dicts stay the same objects."""
-    if name not in before:
-        del holder[name]
-    elif type(holder[name]) is dict and type(before[name]) is dict:
-        holder[name].clear()
-        holder[name].update(before[name])
-    elif type(holder[name]) is list and type(before[name]) is list:
-        holder[name][:] = before[name]
-    else:
-        holder[name] = before[name]
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
