@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.func import functional_call
 from torch.fx import proxy
 from torch.nn import functional as F
@@ -440,7 +441,7 @@ def test_stack_traces_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Caching(nn.Module):
-    """Keeps what it made for a length in a dictionary, a list, an attribute and a buffer."""
+    """Keeps what it made for a length in a dictionary and a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,9 +454,23 @@ class Caching(nn.Module):
         if length not in self.by_length:
             self.by_length[length] = torch.arange(float(length))[:, None]
             self.made.append(self.by_length[length] * 2)
+        return self.layer(x) + self.by_length[length] + self.made[-1]
+
+
+class Registering(nn.Module):
+    """Makes a buffer in its first call, or in every one."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.always = always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.always:
+            self._buffers.pop("bias", None)
         if "bias" not in self._buffers:
-            self.register_buffer("bias", torch.ones(length, 4), persistent=False)
-        return self.layer(x) + self.by_length[length] + self.made[-1] + self.bias
+            self.register_buffer("bias", torch.arange(12.0).view(3, 4), persistent=False)
+        return self.layer(x) + self.bias
 
 
 def test_a_model_that_keeps_results_is_left_without_those_of_the_capture():
@@ -466,7 +481,21 @@ def test_a_model_that_keeps_results_is_left_without_those_of_the_capture():
     assert not made
     assert model.by_length is by_length
     assert model.made is made
-    assert not dict(model.named_buffers())
-    assert not model._non_persistent_buffers_set
     assert torch.equal(copy.deepcopy(module)(x), model(x))
     assert list(model.by_length) == [2, 3]
+
+
+def test_a_buffer_that_is_made_in_the_first_call_is_no_write_to_an_input():
+    model, x = Registering(always=False).eval(), torch.randn(1, 3, 4)
+    given = x.clone()
+    module, _ = capture_graph(model, (x,))
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(module)(x), expected)
+    assert torch.equal(module(x + 1), model(x + 1))
+    assert torch.equal(x, given)
+    assert not isinstance(model.bias, FakeTensor)
+
+
+def test_a_buffer_that_is_made_in_every_call_is_refused():
+    with pytest.raises(RuntimeError, match="registers a buffer, 'bias'"):
+        capture_graph(Registering(always=True).eval(), (torch.randn(1, 3, 4),))

@@ -23,7 +23,7 @@ from bitwright.errors import BitwrightError
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import not_a_tuple
-from bitwright.program.protect import without_fake_tensors
+from bitwright.program.exporting import exported
 from bitwright.program.unlift import reserved_state
 
 __all__ = [
@@ -204,12 +204,12 @@ def captured(
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
     args, kwargs = tree_map_only(torch.Tensor, plain_layout, (example_inputs, dict(example_kwargs or {})))
-    with converting("torch.export"), inputs_unmarked(args, kwargs), without_fake_tensors(model):
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-    lost = reserved_state(exported)
+    with converting("torch.export"), inputs_unmarked(args, kwargs):
+        program = exported(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+    lost = reserved_state(program)
     if lost is not None:
         raise ConversionError(f"torch.export cannot take this model. {_rename(lost)}")
-    return exported
+    return program
 
 
 def plain_layout(tensor: torch.Tensor) -> torch.Tensor:

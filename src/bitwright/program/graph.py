@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from .dynamic_marks import inputs_unmarked
 from .export_errors import export_failure, forward_problem
+from .exporting import exported
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .masks import holds_mask
 from .model import Program
-from .protect import without_fake_tensors
 from .stack_traces import short_stack_traces
 from .unlift import unlift
 
@@ -56,12 +56,12 @@ def capture_graph(
     Raises:
         RuntimeError: the model cannot be exported; says why, in which line of the model, and what to do.
     """
-    exported = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
-    module = unlift(exported, model)
+    captured = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
+    module = unlift(captured, model)
     if generate:
         module.recompile()
-    program = build_program(module, model, exported.module_call_graph)
-    given = [leaf for leaf in tree_leaves(exported.example_inputs) if isinstance(leaf, torch.Tensor)]
+    program = build_program(module, model, captured.module_call_graph)
+    given = [leaf for leaf in tree_leaves(captured.example_inputs) if isinstance(leaf, torch.Tensor)]
     if len(given) == len(program.inputs):
         for value, tensor in zip(program.inputs, given, strict=True):
             value.is_masked = holds_mask(tensor)
@@ -83,16 +83,11 @@ def _export(
         stack.enter_context(plain_attention())
         stack.enter_context(short_stack_traces())
         stack.enter_context(without_foreign_results(model))
-        stack.enter_context(without_fake_tensors(model))
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:
-            return torch.export.export(
-                model,
-                tuple(args),
-                kwargs,
-                dynamic_shapes=dynamic_shapes,
-                preserve_module_call_signature=tuple(boundaries),
+            return exported(
+                model, args, kwargs, dynamic_shapes=dynamic_shapes, preserve_module_call_signature=tuple(boundaries)
             )
         except Exception as error:
             problem = forward_problem(model, args, kwargs)
