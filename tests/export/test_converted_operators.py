@@ -48,7 +48,8 @@ def _complex(x):
     one, other = z.chunk(2, dim=1)
     turned = torch.polar(one.abs(), other.angle()) * (1 + 2j) - one.conj() / (other + 3) + 1j * one.real
     both = torch.stack([turned.unsqueeze(0).expand(2, -1, -1, -1, -1)[1], torch.exp(1j * x[:, :2, :, :5]) * z[:, 1:3]])
-    lengths = (z.mean(-1) / (2 - 1j)).abs()
+    chosen = torch.where(x[..., :5] > 0, z, 0.0) * 2 + 1 / (z + 4) - (1 - z) ** 2
+    lengths = (z.mean(-1) / (2 - 1j)).abs() + chosen.sum(-1).real + (chosen - z).imag.mean()
     return torch.cat([torch.view_as_real(both).flatten(), both.sum(1).imag.flatten(), lengths.flatten()])
 
 

@@ -26,7 +26,7 @@ _OF_EACH_PART = frozenset((
     "alias", "cat", "chunk", "clone", "contiguous", "cumsum", "detach", "expand", "flatten", "flip", "gather", "index",
     "index_select", "mean", "movedim", "narrow", "neg", "permute", "repeat", "repeat_interleave", "reshape", "roll",
     "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t", "tile", "transpose", "unbind",
-    "unflatten", "unsafe_split", "unsqueeze", "view", "where", "_unsafe_view", "_reshape_alias",
+    "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
 ))  # fmt: skip
 """Operators that do with complex numbers what they do with each part."""
 _NORMALIZATIONS = {0: 0.0, 1: -0.5, 2: -1.0}
@@ -40,7 +40,7 @@ class _NoPairsError(Exception):
 
 
 def complex_calls(program: ExportedProgram) -> list[fx.Node]:
-    """Return the nodes of a program that are complex, without those that only hand them on."""
+    """Return the nodes of a program that are complex, inputs among them."""
     return [node for node in program.graph.nodes if node.op != "output" and _is_complex(node)]
 
 
@@ -60,10 +60,13 @@ def without_complex_numbers(program: ExportedProgram) -> ExportedProgram | None:
         return None
     program = _primitive(program)
     compute_beforehand(program, _is_complex)
+    before = set(program.graph.find_nodes(op="placeholder"))
     try:
         results = _Pairs(program).results()
     except _NoPairsError:
         program.graph.eliminate_dead_code()
+        for node in [node for node in program.graph.find_nodes(op="placeholder") if node not in before]:
+            remove_constant(program, node)
         return None
     for node, result in results.items():
         replace(node, result)
@@ -130,18 +133,22 @@ class _Pairs:
             "complex": lambda node: (node.args[0], node.args[1]),
             "div": self._quotient,
             "exp": self._power_of_e,
-            "imag": lambda node: self._both(node.args[0])[1],
+            "imag": lambda node: call(self._graph, _aten.alias.default, self._both(node.args[0])[1]),
             "mul": lambda node: self._product(*map(self._pair, node.args[:2])),
             "constant_pad_nd": self._padded,
             "pad": self._padded,
             "polar": lambda node: self._on_circle(node.args[0], node.args[1]),
-            "real": lambda node: self._both(node.args[0])[0],
+            "pow": self._power,
+            "real": lambda node: call(self._graph, _aten.alias.default, self._both(node.args[0])[0]),
+            "reciprocal": lambda node: self._divided((1.0, None), self._pair(node.args[0])),
             "resolve_conj": lambda node: self._pair(node.args[0]),
             "resolve_neg": lambda node: self._pair(node.args[0]),
+            "rsub": lambda node: self._sum(node, combine=lambda one, other: subtract(other, one)),
             "sub": partial(self._sum, combine=subtract),
             "to": self._cast,
             "view_as_complex": lambda node: tuple(self._select(node.args[0], part) for part in (0, 1)),
             "view_as_real": lambda node: call(self._graph, _aten.stack.default, list(self._both(node.args[0])), -1),
+            "where": self._chosen,
         }
 
     def results(self) -> dict[fx.Node, fx.Node]:
@@ -184,9 +191,14 @@ class _Pairs:
         return self._of_parts(node)
 
     def _of_parts(self, node: fx.Node) -> Pair:
-        if not self._is_of_parts(node):
+        if not _is_complex(node) or not self._is_of_parts(node):
             raise _NoPairsError
         return tuple(self._of_part(node, part) for part in (0, 1))
+
+    def _chosen(self, node: fx.Node) -> Pair:
+        if any(value for value in node.args if not isinstance(value, fx.Node)):
+            raise _NoPairsError  # a number, which the second part would get too
+        return self._of_parts(node)
 
     def _padded(self, node: fx.Node) -> Pair:
         if argument(node, "value"):
@@ -205,6 +217,8 @@ class _Pairs:
         if any(map(_is_complex, (*args, *kwargs.values()))):
             raise _NoPairsError
         made = call(self._graph, node.target, *args, **kwargs)
+        if _is_complex(made):
+            raise _NoPairsError  # for a dtype among the arguments
         if isinstance(made.meta["val"], torch.Tensor):
             return made
         return [self._piece(made, number) for number in range(len(made.meta["val"]))]
@@ -270,10 +284,10 @@ class _Pairs:
     def _sum(self, node: fx.Node, *, combine: Callable[[Any, Any], fx.Node]) -> Pair:
         if argument(node, "alpha") != 1:
             raise _NoPairsError
-        one, other = (self._widened(node, value) for value in node.args[:2])
+        one, other = (self._widened(value) for value in node.args[:2])
         return combine(one[0], other[0]), combine(one[1], other[1])
 
-    def _widened(self, node: fx.Node, value: Any) -> Pair:
+    def _widened(self, value: Any) -> Pair:
         """The parts of a summand; of real ones the second are zeros in the shape that the first has."""
         if isinstance(value, fx.Node):
             return self._both(value)
@@ -294,7 +308,14 @@ class _Pairs:
     def _quotient(self, node: fx.Node) -> Pair:
         if len(node.args) != 2 or node.kwargs:
             raise _NoPairsError
-        dividend, divisor = map(self._pair, node.args)
+        return self._divided(*map(self._pair, node.args))
+
+    def _power(self, node: fx.Node) -> Pair:
+        if node.args[1] != 2:
+            raise _NoPairsError
+        return self._product(*[self._pair(node.args[0])] * 2)
+
+    def _divided(self, dividend: Pair, divisor: Pair) -> Pair:
         divide = partial(call, self._graph, _aten.div.Tensor)
         if divisor[1] is None:
             return divide(dividend[0], divisor[0]), divide(dividend[1], divisor[0])

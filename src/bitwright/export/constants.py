@@ -20,6 +20,8 @@ __all__ = ["add_constant", "compute_beforehand", "primitives", "remove_constant"
 
 _COMPUTING = ("aten", "prims", "coreai", "quantized_decomposed")
 """Namespaces of operators that return in PyTorch what they return in a file; those of stand-ins do not."""
+_VARYING = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""Of operators that return something else each time, or what no graph of fixed shapes holds."""
 
 
 def compute_beforehand(program: ExportedProgram, lacks: Callable[[fx.Node], bool]) -> bool:
@@ -71,9 +73,8 @@ def _repeats(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.namespace not in _COMPUTING:
         return False
-    if op._schema.is_mutable or not op._schema.returns:
-        return False
-    return torch.Tag.nondeterministic_seeded not in op.tags and torch.Tag.dynamic_output_shape not in op.tags
+    changing = op._schema.is_mutable or not op._schema.returns
+    return not changing and not _VARYING & {*op.tags}
 
 
 class _Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]

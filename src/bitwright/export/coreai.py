@@ -139,9 +139,10 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
             program = program.run_decompositions(table)
     compute_beforehand(program, set(_lacking(program)).__contains__)
     missing: dict[str, list[str]] = {}
-    for node in _lacking(program):
+    lacking = _lacking(program)
+    for node in lacking:
         missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
-    for node in complex_calls(program):  # which end the process
+    for node in [node for node in complex_calls(program) if node not in lacking]:  # which end the process
         missing.setdefault(f"{node.target} with complex numbers", []).append(module_path(node))
     for pool in program.graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default):
         if any(user.args[1] == 1 and user.users for user in pool.users):
