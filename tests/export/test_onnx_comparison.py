@@ -19,7 +19,7 @@ import onnx
 from bitwright.artifact.sites import activation_simulators
 from bitwright.export.onnx import compare_codes, export_onnx, run_onnx
 from bitwright.export.onnx.activations import has_nodes
-from bitwright.quantization import QuantizationSpec
+from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
 
 from .models import BYTES, W8, Deconv, Mlp, Tied, built, prepared
 from .test_random_models import _prepared
@@ -54,6 +54,31 @@ def test_all_codes_are_those_of_exact_sums_or_ties(mode, tmp_path):
     assert len(report.rows) >= 16
     assert report.codes > 300_000
     assert report.differing <= 20
+    assert max(report.file_error, report.model_error) < TIE
+
+
+class Flagged(nn.Module):
+    """Takes a tensor and a flag by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x, *, shift, positive):
+        y = self.layer(x) + shift
+        return y.relu() if positive else y
+
+
+def test_flags_among_keyword_inputs_are_for_the_model_only(tmp_path):
+    torch.manual_seed(0)
+    x, named = torch.randn(4, 16), {"shift": torch.randn(16), "positive": True}
+    quantizer = Quantizer(Flagged().eval(), QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    ready = quantizer.prepare((x,), example_kwargs=named)
+    with quantizer.calibration_mode():
+        ready(x, **named)
+    path = export_onnx(ready, (x,), tmp_path / "model.onnx", example_kwargs=named)
+    report = compare_codes(ready, path, (x,), named)
+    assert report.codes
     assert max(report.file_error, report.model_error) < TIE
 
 

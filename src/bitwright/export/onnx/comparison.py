@@ -103,7 +103,7 @@ def compare_codes(
         model: the prepared model that the file was written from; not changed. Batch norms are folded in it as in files.
         path: the file, from :func:`~bitwright.export.onnx.export_onnx`.
         inputs: positional inputs.
-        kwargs: keyword inputs, by the names of the graph's inputs.
+        kwargs: keyword inputs: tensors by the names of the graph's inputs; what else there is, only the model gets.
 
     Returns:
         One row for each use of a quantizer to integers with one scale. Others (dynamic, per channel, floating point)
@@ -116,7 +116,8 @@ def compare_codes(
         ValueError: the file was written from another model.
     """
     feed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    codes = run_with_codes(path, tuple(feed), dict(kwargs or {}))
+    named = {name: value for name, value in (kwargs or {}).items() if isinstance(value, torch.Tensor)}
+    codes = run_with_codes(path, tuple(feed), named)
     stand_ins: list[_Replayed] = []
 
     def replay(name: str, simulator: FakeQuantizeImplBase) -> nn.Module:
