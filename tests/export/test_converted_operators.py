@@ -213,6 +213,30 @@ def test_complex_numbers_without_a_form_are_refused_in_the_plan(target):
     assert any("inv" in problem.message or "complex" in problem.message for problem in problems)
 
 
+@pytest.mark.parametrize("target", ["onnx", "executorch", "coreai"])
+def test_small_numbers_are_not_taken_for_nothing(target, tmp_path):
+    """torch.onnx's optimizer drops ``+ 1e-8``, and quotients of two zeros become NaN."""
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    model = Model(lambda x: x.relu() / (x.relu().sum(-1, keepdim=True) + 1e-12) + (x.relu() - 1e-9).clamp(max=0) * 1e9)
+    model.layer.weight.data.fill_(-1.0)
+    model.eval()
+    x = torch.rand(2, 4, 8, 10) * (torch.arange(8.0)[:, None] - 3)  # nothing is left of half of the rows
+    expected = model(x)
+    assert (expected[:, :, 4:] <= 0).all()
+    path = TARGETS[target].write(model, (x,), tmp_path / f"model{TARGETS[target].suffix}", {}, None)
+    (actual,) = TARGETS[target].run(path, (x,))
+    assert sqnr(expected, actual) > 100
+
+
+def test_onnx_keeps_factors_near_one(tmp_path):
+    if TARGETS["onnx"].missing() is not None:
+        pytest.skip("needs onnx")
+    model, x = Model(lambda x: x * 1.000005 / 0.999995 - x).eval(), torch.randn(2, 4, 8, 10)
+    path = TARGETS["onnx"].write(model, (x,), tmp_path / "model.onnx", {}, None)
+    assert sqnr(model(x), TARGETS["onnx"].run(path, (x,))[0]) > 30
+
+
 def test_onnx_refuses_a_divisor_of_windows_that_stand_out():
     pytest.importorskip("onnxscript")
     model = Model(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=7)).eval()

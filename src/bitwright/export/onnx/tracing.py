@@ -27,6 +27,7 @@ from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .kernels import check_kernels
+from .optimizer import exact_constants
 from .translations import translations
 
 __all__ = ["MIN_OPSET", "check_onnx_operators", "traced"]
@@ -67,7 +68,7 @@ def traced(
         # torch.onnx takes a dictionary that comes last for keyword inputs
         return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
     try:
-        with converting("torch.onnx.export", remedy), _quiet(), inputs_unmarked(args, kwargs):
+        with converting("torch.onnx.export", remedy), _quiet(), exact_constants(), inputs_unmarked(args, kwargs):
             program: Any = torch.onnx.export(
                 model,
                 args,
