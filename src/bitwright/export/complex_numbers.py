@@ -78,7 +78,9 @@ def without_complex_numbers(program: ExportedProgram) -> ExportedProgram | None:
 
 
 def _primitive(program: ExportedProgram) -> ExportedProgram:
-    """A program without operators on complex numbers that PyTorch makes of others, such as ``torch.stft``."""
+    """A program without operators on complex numbers that write, or that PyTorch makes of others: ``torch.stft``."""
+    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in _reading(program)):
+        program = program.run_decompositions({})
     known: set[Any] = set()
     while made := {node.target for node in _reading(program) if _is_made(node.target)} - known:
         known |= made

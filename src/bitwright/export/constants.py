@@ -28,7 +28,7 @@ def compute_beforehand(program: ExportedProgram, lacks: Callable[[fx.Node], bool
     """Replace calls that read none of a program's inputs by what they return, in place; tell whether there are any.
 
     Args:
-        program: in which states that it writes to count as inputs.
+        program: in which what is written to counts as an input.
         lacks: whether the converter lacks the operator of a call; others stay as they are, since what they return may
             be larger than what they read.
     """
@@ -57,9 +57,11 @@ def _fixed(program: ExportedProgram) -> dict[fx.Node, torch.Tensor | None]:
     names = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT}
     fixed: dict[fx.Node, torch.Tensor | None] = {}
     for node in program.graph.nodes:
+        if node.name in mutable:
+            continue
         if node.op == "placeholder":
             name = names.get(node.name)
-            if name in states and name not in signature.buffers_to_mutate.values() and node.name not in mutable:
+            if name in states and name not in signature.buffers_to_mutate.values():
                 fixed[node] = states[name]
         elif node.op == "call_function" and _repeats(node) and all(source in fixed for source in node.all_input_nodes):
             fixed[node] = None

@@ -393,7 +393,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Attention whose result has another shape than its queries, or that has no heads, which coreai-torch refuses."""
-    sizes = [tensor.shape[:-2] for tensor in (query, key, value)]
+    sizes = [tensor.shape[:-2] for tensor in (query, key, value, attn_mask) if tensor is not None]
     broadcast = torch.Size() if enable_gqa else torch.broadcast_shapes(*sizes)  # type: ignore[no-untyped-call]
     if query.dim() > 2 and value.shape[-1] == query.shape[-1] and (enable_gqa or broadcast == sizes[0]):
         return NotImplemented
