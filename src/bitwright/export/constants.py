@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -133,10 +134,10 @@ def add_constant(program: ExportedProgram, place: fx.Node, name: str, value: tor
     """
     graph, specs = program.graph, program.graph_signature.input_specs
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes]) or FakeTensorMode()
+    taken = {*(node.name for node in graph.nodes), *program.state_dict, *program.constants}
+    free = next(one for number in count(1) if (one := f"{name}_{number}") not in taken)
     with graph.inserting_before(place):
-        node: fx.Node = graph.placeholder(name)
-    while node.name in {*program.state_dict, *program.constants}:
-        node._rename(f"{node.name}_1")
+        node: fx.Node = graph.placeholder(free)
     node.target = node.name
     node.meta["val"] = mode.from_tensor(value, static_shapes=True)
     number = [one.name for one in graph.find_nodes(op="placeholder")].index(node.name)
