@@ -100,8 +100,7 @@ def primitives(node: fx.Node) -> set[Any]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     with _Recorded() as recorded:
         target(*args, **kwargs)
-    ops: set[Any] = recorded.ops
-    return ops
+    return {op for op in recorded.ops if op.namespace == "aten"}  # not questions about a tensor's device
 
 
 def _value(node: fx.Node, fixed: dict[fx.Node, torch.Tensor | None], values: dict[fx.Node, Any]) -> Any:
