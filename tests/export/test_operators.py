@@ -37,17 +37,6 @@ class Gammas(nn.Module):
         return torch.digamma(x)
 
 
-class Spectrum(nn.Module):
-    """Complex numbers on the way."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.fft.rfft(self.linear(x)).abs()
-
-
 class Masked(nn.Module):
     """An embedding of the low bits of its input."""
 
@@ -92,7 +81,6 @@ LACKING = {
     ("coreml", "two places"): (Gammas, (2, 8), "blocks.0", "lgamma"),
     ("onnx", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
     ("executorch", "two places"): (Gammas, (2, 8), "blocks.0", "aten.lgamma"),
-    ("executorch", "complex numbers"): (Spectrum, (2, 8), "the model itself", "complex64"),
     ("coreml", "circular padding"): (_circular, (2, 4, 6, 6), "1", "Pad mode"),
     ("coreml", "bits"): (Masked, None, "the model itself", "bitwise_and"),
 }
