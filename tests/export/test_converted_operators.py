@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.export.complex_numbers import without_complex_numbers
 from bitwright.export.constants import compute_beforehand
 from bitwright.export.conversion import ConversionError
 from bitwright.export.operators import check_operators
@@ -219,6 +220,15 @@ def test_what_an_input_is_written_to_is_not_computed_beforehand():
     assert sum(node.op == "call_function" and "inv" in str(node.target) for node in program.graph.nodes) == 1
     for expected, actual in zip(Written()(x), program.module()(x), strict=True):
         assert torch.equal(expected, actual)
+
+
+def test_transforms_of_one_size_share_their_matrices():
+    model = Model(lambda x: torch.fft.fft(torch.fft.fft(x)).real + torch.fft.rfft(x, dim=2).abs().sum())
+    x = torch.randn(1, 4, 8, 8)
+    program = without_complex_numbers(torch.export.export(model, (x,)))
+    waves = [tensor for name, tensor in program.state_dict.items() if name.startswith("waves")]
+    assert sorted(tuple(one.shape) for one in waves) == [(8, 5), (8, 5), (8, 8), (8, 8)]
+    assert torch.allclose(program.module()(x), model(x), atol=1e-4)
 
 
 @pytest.mark.parametrize("target", ["executorch", "coreai"])

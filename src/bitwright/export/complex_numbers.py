@@ -16,7 +16,7 @@ from .constants import add_constant, compute_beforehand, remove_constant
 from .graph_edits import argument, call, replace
 from .lacking import composed
 
-__all__ = ["complex_calls", "without_complex_numbers"]
+__all__ = ["calls_on_complex_numbers", "complex_nodes", "without_complex_numbers"]
 
 Pair: TypeAlias = tuple[Any, Any]
 """Real and imaginary part: nodes or numbers. The second is None where it is zero."""
@@ -39,7 +39,7 @@ class _NoPairsError(Exception):
     """There is no form of a call with pairs."""
 
 
-def complex_calls(program: ExportedProgram) -> list[fx.Node]:
+def complex_nodes(program: ExportedProgram) -> list[fx.Node]:
     """Return the nodes of a program that are complex, inputs among them."""
     return [node for node in program.graph.nodes if node.op != "output" and _is_complex(node)]
 
@@ -56,9 +56,9 @@ def without_complex_numbers(program: ExportedProgram) -> ExportedProgram | None:
         None where there are no complex numbers; where the program reads or returns some; or where an operator on them
         has no form with pairs.
     """
-    if not complex_calls(program):
+    if not complex_nodes(program):
         return None
-    program = _primitive(program)
+    program = _in_primitives(program)
     compute_beforehand(program, _is_complex)
     before = set(program.graph.find_nodes(op="placeholder"))
     try:
@@ -77,20 +77,23 @@ def without_complex_numbers(program: ExportedProgram) -> ExportedProgram | None:
     return program
 
 
-def _primitive(program: ExportedProgram) -> ExportedProgram:
+def _in_primitives(program: ExportedProgram) -> ExportedProgram:
     """A program without operators on complex numbers that write, or that PyTorch makes of others: ``torch.stft``."""
-    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in _reading(program)):
+    if any(
+        getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        for node in calls_on_complex_numbers(program)
+    ):
         program = program.run_decompositions({})
     known: set[Any] = set()
-    while made := {node.target for node in _reading(program) if _is_made(node.target)} - known:
+    while made := {node.target for node in calls_on_complex_numbers(program) if _is_made(node.target)} - known:
         known |= made
         program = program.run_decompositions({op: composed(op) for op in made})
     return program
 
 
-def _reading(program: ExportedProgram) -> list[fx.Node]:
-    """Calls on complex numbers, and those that make some."""
-    return [user for node in complex_calls(program) for user in (node, *node.users)]
+def calls_on_complex_numbers(program: ExportedProgram) -> list[fx.Node]:
+    """Return the complex nodes of a program, and the nodes that read them."""
+    return [user for node in complex_nodes(program) for user in (node, *node.users)]
 
 
 def _is_made(op: Any) -> bool:
@@ -118,6 +121,7 @@ class _Pairs:
         self._program = program
         self._graph = program.graph
         self._pairs: dict[fx.Node, Any] = {}
+        self._matrices: dict[Any, fx.Node] = {}
         multiply, add, subtract = (partial(call, self._graph, op.Tensor) for op in (_aten.mul, _aten.add, _aten.sub))
         self._multiply, self._add, self._subtract = multiply, add, subtract
         self._forms: dict[str, Callable[[fx.Node], Any]] = {
@@ -332,10 +336,11 @@ class _Pairs:
         args: Any = node.args
         x, dims, normalization, onesided = args
         *others, last = dims
-        count = self._count(x, last)
-        cosine, sine = self._waves(count, count // 2 + 1 if onesided else count)
-        pair = self._along(x, last, cosine), self._along(x, last, -sine)
-        return self._scaled(self._along_all(pair, others, forward=True), self._scale(x, dims, normalization))
+        size = self._size(x, last)
+        frequencies = size // 2 + 1 if onesided else size
+        real, sines = (self._along(x, last, waves, size, frequencies) for waves in (_cosines, _sines))
+        pair = self._along_all((real, call(self._graph, _aten.neg.default, sines)), others, forward=True)
+        return self._scaled(pair, self._scale(x, dims, normalization))
 
     def _transform(self, node: fx.Node) -> Pair:
         args: Any = node.args
@@ -345,54 +350,84 @@ class _Pairs:
 
     def _transform_to_real(self, node: fx.Node) -> fx.Node:
         args: Any = node.args
-        z, dims, normalization, count = args
+        z, dims, normalization, size = args
         *others, last = dims
-        real, imaginary = self._along_all(self._both(z), others, forward=False)
-        cosine, sine = (waves.t() for waves in self._waves(count, count // 2 + 1))
-        times = torch.full((len(cosine), 1), 2.0, dtype=torch.float64)  # each stands for its conjugate, too
-        times[0] = 1
-        if count % 2 == 0:
-            times[-1] = 1
-        total = self._subtract(self._along(real, last, times * cosine), self._along(imaginary, last, times * sine))
-        size = count * math.prod(self._count(z, dim) for dim in others)
-        return self._multiply(total, size ** _NORMALIZATIONS[normalization])
+        if not _has_matrix(size):
+            raise _NoPairsError
+        parts = self._along_all(self._both(z), others, forward=False)
+        sums = (
+            self._along(part, last, waves, size, size // 2 + 1)
+            for part, waves in zip(parts, (_cosines_back, _sines_back), strict=True)
+        )
+        elements = size * math.prod(self._size(z, dim) for dim in others)
+        return self._multiply(self._subtract(*sums), elements ** _NORMALIZATIONS[normalization])
 
     def _along_all(self, pair: Pair, dims: Any, *, forward: bool) -> Pair:
         for dim in dims:
-            count = self._count(pair[0], dim)
-            cosine, sine = self._waves(count, count)
-            combined = [self._along(part, dim, waves) for part in pair for waves in (cosine, sine)]
-            real_cosine, real_sine, imaginary_cosine, imaginary_sine = combined
+            size = self._size(pair[0], dim)
+            combined = [self._along(part, dim, waves, size, size) for part in pair for waves in (_cosines, _sines)]
+            real_cosines, real_sines, imaginary_cosines, imaginary_sines = combined
             first, second = (self._add, self._subtract) if forward else (self._subtract, self._add)
-            pair = first(real_cosine, imaginary_sine), second(imaginary_cosine, real_sine)
+            pair = first(real_cosines, imaginary_sines), second(imaginary_cosines, real_sines)
         return pair
 
-    def _count(self, x: Any, dim: int) -> int:
-        count = x.meta["val"].shape[dim]
-        if not isinstance(count, int) or count > _LONGEST_TRANSFORM:
+    def _size(self, x: Any, dim: int) -> int:
+        size: Any = x.meta["val"].shape[dim]
+        if not _has_matrix(size):
             raise _NoPairsError
-        return count
+        return int(size)
 
     def _scale(self, x: Any, dims: Any, normalization: Any) -> float:
-        return float(math.prod(self._count(x, dim) for dim in dims) ** _NORMALIZATIONS[normalization])
+        return float(math.prod(self._size(x, dim) for dim in dims) ** _NORMALIZATIONS[normalization])
 
     def _scaled(self, pair: Pair, scale: float) -> Pair:
         return pair if scale == 1 else (self._multiply(pair[0], scale), self._multiply(pair[1], scale))
 
-    def _waves(self, count: Any, frequencies: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, a column for each frequency."""
-        if not isinstance(count, int) or count > _LONGEST_TRANSFORM:
-            raise _NoPairsError
-        steps = torch.outer(torch.arange(count), torch.arange(frequencies)) % count
-        angles = steps.double() * (2 * math.pi / count)
-        return angles.cos(), angles.sin()
-
-    def _along(self, x: Any, dim: int, matrix: torch.Tensor) -> fx.Node:
-        """Multiply the vectors that lie along a dimension with a matrix on the right."""
+    def _along(self, x: Any, dim: int, waves: Callable[[int, int], torch.Tensor], size: int, frequencies: int) -> Any:
+        """Multiply the vectors that lie along a dimension with a matrix, of which there is one for all that need it."""
+        dtype = x.meta["val"].dtype
+        key = waves, size, frequencies, dtype
+        if key not in self._matrices:
+            place, matrix = next(iter(self._graph.nodes)), waves(size, frequencies).to(dtype).contiguous()
+            self._matrices[key] = add_constant(self._program, place, "waves", matrix)
         moved = call(self._graph, _aten.transpose.int, x, dim, -1)
-        place = next(iter(self._graph.nodes))
-        weight = add_constant(self._program, place, "waves", matrix.to(x.meta["val"].dtype).contiguous())
-        return call(self._graph, _aten.transpose.int, call(self._graph, _aten.matmul.default, moved, weight), dim, -1)
+        product = call(self._graph, _aten.matmul.default, moved, self._matrices[key])
+        return call(self._graph, _aten.transpose.int, product, dim, -1)
+
+
+def _has_matrix(size: Any) -> bool:
+    return isinstance(size, int) and size <= _LONGEST_TRANSFORM
+
+
+def _angles(size: int, frequencies: int) -> torch.Tensor:
+    """Angles of waves in float64, a column for each frequency."""
+    steps = torch.outer(torch.arange(size), torch.arange(frequencies)) % size
+    return steps.double() * (2 * math.pi / size)
+
+
+def _cosines(size: int, frequencies: int) -> torch.Tensor:
+    return _angles(size, frequencies).cos()
+
+
+def _sines(size: int, frequencies: int) -> torch.Tensor:
+    return _angles(size, frequencies).sin()
+
+
+def _cosines_back(size: int, frequencies: int) -> torch.Tensor:
+    return _times(size, frequencies) * _cosines(size, frequencies).t()
+
+
+def _sines_back(size: int, frequencies: int) -> torch.Tensor:
+    return _times(size, frequencies) * _sines(size, frequencies).t()
+
+
+def _times(size: int, frequencies: int) -> torch.Tensor:
+    """How often each frequency of real numbers counts: most stand for their conjugate, too."""
+    times = torch.full((frequencies, 1), 2.0, dtype=torch.float64)
+    times[0] = 1
+    if size % 2 == 0:
+        times[-1] = 1
+    return times
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -43,7 +43,8 @@ def compute_beforehand(program: ExportedProgram, lacks: Callable[[fx.Node], bool
             constant = add_constant(program, place, piece.name, _value(piece, fixed, values))
             piece.replace_all_uses_with(constant)
             program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
+    if values:
+        program.graph_module.recompile()
     return bool(values)
 
 

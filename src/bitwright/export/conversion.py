@@ -28,7 +28,7 @@ from bitwright.program.unlift import reserved_state
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
-    "plain_layout", "refuse_finalized", "refuse_missing",
+    "places_by_operator", "plain_layout", "refuse_finalized", "refuse_missing",
 ]  # fmt: skip
 
 OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
@@ -85,6 +85,14 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
 def _output_dropped() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def places_by_operator(calls: Iterable[fx.Node]) -> dict[str, list[str]]:
+    """Return the paths of the modules that make some calls, by the operator that the model has there."""
+    places: dict[str, list[str]] = {}
+    for node in calls:
+        places.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+    return places
 
 
 def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None:

@@ -18,9 +18,17 @@ from bitwright.common import ExportBackend
 
 from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
-from .complex_numbers import complex_calls, without_complex_numbers
+from .complex_numbers import complex_nodes, without_complex_numbers
 from .constants import compute_beforehand
-from .conversion import OTHER_OPERATOR, captured, converting, finalized_copy, module_path, refuse_missing
+from .conversion import (
+    OTHER_OPERATOR,
+    captured,
+    converting,
+    finalized_copy,
+    module_path,
+    places_by_operator,
+    refuse_missing,
+)
 from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
@@ -138,11 +146,9 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
             table |= more
             program = program.run_decompositions(table)
     compute_beforehand(program, set(_lacking(program)).__contains__)
-    missing: dict[str, list[str]] = {}
     lacking = _lacking(program)
-    for node in lacking:
-        missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
-    for node in [node for node in complex_calls(program) if node not in lacking]:  # which end the process
+    missing = places_by_operator(lacking)
+    for node in [node for node in complex_nodes(program) if node not in lacking]:  # which end the process
         missing.setdefault(f"{node.target} with complex numbers", []).append(module_path(node))
     for pool in program.graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default):
         if any(user.args[1] == 1 and user.users for user in pool.users):

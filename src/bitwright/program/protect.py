@@ -57,7 +57,7 @@ def without_fake_tensors(model: nn.Module) -> Iterator[None]:
     They would be tensors without numbers, which the next call of the model fails on.
 
     Args:
-        model: as it was on exit; what it keeps besides fake tensors stays.
+        model: has on exit no fake tensors that it did not have before; all else is as the block left it.
     """
     kept = [
         (module, {name: (value, _copied(value)) for name, value in vars(module).items()}) for module in model.modules()

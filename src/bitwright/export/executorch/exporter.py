@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import tempfile
@@ -15,14 +16,14 @@ from torch._decomp import core_aten_decompositions
 
 from bitwright.artifact import CompressedTensor
 from bitwright.artifact.sites import activation_simulators
-from bitwright.export.complex_numbers import complex_calls, without_complex_numbers
+from bitwright.export.complex_numbers import calls_on_complex_numbers, without_complex_numbers
 from bitwright.export.constants import compute_beforehand, primitives
 from bitwright.export.conversion import (
     OTHER_OPERATOR,
     ConversionError,
     captured,
     converting,
-    module_path,
+    places_by_operator,
     refuse_missing,
 )
 from bitwright.export.experts import spell_out_experts
@@ -171,17 +172,19 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
 
 def _has_kernels_for_complex(program: torch.export.ExportedProgram) -> bool:
     """Whether ExecuTorch computes with the complex numbers of a program: it has Fourier transforms, and little else."""
-    calls = complex_calls(program)
     known = {_aten.view_as_real.default, _aten.view_as_complex.default}
-    reading = {user for node in calls for user in (node, *node.users)}
-    return all(node.target in known or "fft" in str(node.target) for node in reading)
+    return all(node.target in known or "fft" in str(node.target) for node in calls_on_complex_numbers(program))
 
 
 def _lacks(node: torch.fx.Node) -> bool:
     """Whether ExecuTorch has no kernel for an operator of PyTorch: it is not of the core, nor made of such."""
-    known = core_aten_decompositions()
     computes = [op for op in primitives(node) if all(value.alias_info is None for value in op._schema.returns)]
-    return any(torch.Tag.core not in op.tags and op not in known for op in computes)
+    return any(torch.Tag.core not in op.tags and op not in _decomposed_to_core() for op in computes)
+
+
+@functools.cache
+def _decomposed_to_core() -> frozenset[Any]:
+    return frozenset(core_aten_decompositions())
 
 
 def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
@@ -215,14 +218,15 @@ def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
     asserts = importlib.import_module("executorch.exir.passes.remove_graph_asserts_pass")
     core = program.run_decompositions().graph_module
     asserts.RemoveNonCoreAtenOpGraphAssertsPass()(core)  # as ExecuTorch does before it asks
-    missing: dict[str, list[str]] = {}
-    for node in core.graph.nodes:
+
+    def is_unknown(node: torch.fx.Node) -> bool:
         try:
             verifier.check_valid_op(node.target)
         except Exception:  # a class of ExecuTorch's own, for each operator that it does not know
-            op = str(node.meta.get("original_aten", node.target))
-            missing.setdefault(op, []).append(module_path(node))
-    return missing
+            return True
+        return False
+
+    return places_by_operator(filter(is_unknown, core.graph.nodes))
 
 
 def _require_executorch() -> None:

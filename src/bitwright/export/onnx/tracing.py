@@ -17,7 +17,7 @@ from bitwright.export.conversion import (
     ConversionError,
     captured,
     converting,
-    module_path,
+    places_by_operator,
     refuse_missing,
 )  # fmt: skip
 from bitwright.export.experts import spell_out_experts
@@ -92,10 +92,7 @@ def traced(
             if written is not None:
                 return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
             refuse_numbers(exported, "torch.onnx")
-            missing: dict[str, list[str]] = {}
-            for node in _lacking(exported):  # all of them; it names only the first itself
-                missing.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
-            refuse_missing("torch.onnx", missing)
+            refuse_missing("torch.onnx", places_by_operator(_lacking(exported)))  # all; it names the first itself
         raise
 
 
