@@ -247,6 +247,7 @@ def test_small_numbers_are_not_taken_for_nothing(target, tmp_path):
         pytest.skip(f"needs {target}")
     model = Model(lambda x: x.relu() / (x.relu().sum(-1, keepdim=True) + 1e-12) + (x.relu() - 1e-9).clamp(max=0) * 1e9)
     model.layer.weight.data.fill_(-1.0)
+    model.layer.bias.data.zero_()
     model.eval()
     x = torch.rand(2, 4, 8, 10) * (torch.arange(8.0)[:, None] - 3)  # nothing is left of half of the rows
     expected = model(x)
