@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from . import reference
 from .dispatch import form_of
@@ -24,7 +25,8 @@ def suits(weight: torch.Tensor, scale: torch.Tensor) -> bool:
     """Return whether the functions here take a weight of shape (out, ...), or one made of it, and a scale (out,)."""
     count = weight.numel()
     return (
-        weight.requires_grad
+        not is_compiling()
+        and weight.requires_grad
         and torch.is_grad_enabled()
         and weight.is_cpu
         and weight.dtype == scale.dtype == torch.float32

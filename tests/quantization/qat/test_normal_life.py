@@ -223,7 +223,7 @@ def test_torch_compile(mode, kind):
     F.cross_entropy(expected, y).backward()
     grads = {n: p.grad.clone() for n, p in prepared.named_parameters() if p.grad is not None}
     prepared.zero_grad()
-    compiled = torch.compile(prepared, backend="aot_eager")
+    compiled = torch.compile(prepared, backend="aot_eager", fullgraph=True)
     output = compiled(x)
     F.cross_entropy(output, y).backward()
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

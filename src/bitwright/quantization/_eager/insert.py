@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,9 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope
 
 __all__ = ["Insertion"]
+
+# Which function a layer's kernel for inference would have to apply, 0 where it has none. Nothing else reads it.
+_FAST_PATH = "activation_relu_or_gelu"
 
 
 class Insertion:
@@ -47,6 +51,7 @@ class Insertion:
                         self._insert_activation(simulator, site)
                 self.simulators.append((simulator, placement))
             self._attach_frames()
+            self._keep_off_the_fast_path()
         except Exception:
             self.revert()
             raise
@@ -107,7 +112,7 @@ class Insertion:
 
     def _add_to_table(self, op: Op, site: Site, child: str) -> None:
         table = self._tables.setdefault(op.module_path, CallTable(op.module_path))
-        sites = table.sites.setdefault(op.call, CallSites())
+        sites = table.sites.setdefault(op.call, CallSites.of(op.type))
         if site.argument is not None:
             sites.arguments.append((site.argument.index, site.argument.name, site.argument.item, child))
         else:
@@ -127,6 +132,21 @@ class Insertion:
             self._undo.append(wrap_forward(FrameScope(self._modules[path], table)))
         for path in sorted(shielded - self._scopes.keys()):
             self._undo.append(wrap_forward(ShieldScope(self._modules[path])))
+
+
+    def _keep_off_the_fast_path(self) -> None:
+        """Have torch's encoder layers call what is in them: their kernel for inference computes all of it at once.
+
+        They leave it out while a function mode is in force, but not under ``torch.compile``, nor where only modules in
+        them have simulators.
+        """
+        watched = [*self._tables, *self._scopes]
+        for path, module in self._modules.items():
+            if isinstance(module, nn.TransformerEncoderLayer) and any(
+                inner == path or not path or inner.startswith(f"{path}.") for inner in watched
+            ):
+                self._undo.append(partial(setattr, module, _FAST_PATH, getattr(module, _FAST_PATH)))
+                setattr(module, _FAST_PATH, 0)
 
 
 def _build(placement: Placement) -> FakeQuantizeImplBase:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,10 +43,17 @@ class CallSites:
     Attributes:
         arguments: ``(position, name, item in a list or None, child name of the simulator)``.
         outputs: ``(position among the output's tensors, child name of the simulator)``.
+        in_place: whether the function writes to its first argument.
     """
 
+    in_place: bool = False
     arguments: list[tuple[int, str, int | None, str]] = field(default_factory=list)
     outputs: list[tuple[int, str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, base: str) -> CallSites:
+        """Return those of a function by its name, without simulators yet."""
+        return cls(base == "__setitem__" or (base.endswith("_") and not base.endswith("__")))
 
 
 @dataclass(slots=True)
@@ -147,7 +155,7 @@ def _in_frame(frame: _Frame, run: Callable[..., Any], args: Any, kwargs: Any) ->
     frames = thread_frames
     frames.stack.append(frame)
     try:
-        if frames.mode is not None:
+        if frames.mode is not None or (is_dynamo_compiling() and len(frames.stack) > 1):
             return run(*args, **kwargs)
         with _InterceptMode() as mode:
             frames.mode = mode
@@ -167,7 +175,7 @@ class _InterceptMode(TorchFunctionMode):
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if frame is None or (tracing and _computes_sizes(args)):
             return func(*args, **(kwargs or {}))
-        base = func.__name__
+        base = str(func.__name__)  # torch.compile knows a name only after that
         table = frame.table
         planned = table.seen.get(base)
         if planned is None:
@@ -196,7 +204,7 @@ def _computes_sizes(args: Sequence[Any]) -> bool:
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     children, call = module._modules, caller()
-    target = args[0] if args and _works_in_place(func) else None
+    target = args[0] if args and sites.in_place else None
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
         holder, key = _slot(args, kwargs, index, name)
@@ -206,7 +214,7 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
                 changed = [*entry[:item], simulate(entry[item]), *entry[item + 1 :]]
                 holder[key] = changed if isinstance(entry, list) else tuple(changed)
         elif isinstance(entry, torch.Tensor):
-            overwritten = id(entry) == id(target) and entry.requires_grad
+            overwritten = entry is target and entry.requires_grad
             holder[key] = call(simulate, entry.clone() if overwritten and simulate.keeps_input() else entry)
     held = [func(*args, **kwargs)]
     forget_weight(held[0])
@@ -242,11 +250,6 @@ def _simulate_outputs(held: list[Any], outputs: Sequence[tuple[int, str]], child
 def _slot(args: list[Any], kwargs: dict[str, Any], index: int, name: str) -> tuple[Any, Any]:
     """Return the container of an argument, and its key there."""
     return (args, index) if index < len(args) else (kwargs, name)
-
-
-def _works_in_place(func: Callable[..., Any]) -> bool:
-    name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replace_output(result: Any, index: int, simulate: Any) -> Any:
