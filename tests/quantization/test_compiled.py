@@ -92,7 +92,9 @@ def test_evaluation(name, mode):
         ("convolutions", "graph"),
         *(
             pytest.param(name, mode, marks=pytest.mark.slow)
-            for name, mode in (("encoder", "eager"), ("convolutions", "eager"), ("nested", "graph"), ("encoder", "graph"))
+            for name in MODELS
+            for mode in ("eager", "graph")
+            if (name, mode) not in (("nested", "eager"), ("convolutions", "graph"))
         ),
     ],
 )

@@ -113,7 +113,10 @@ def pack_tensor(
 
 
 def replace_weight(owner: nn.Module, attribute: str, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Make ``owner.<attribute>`` read as ``module(placeholder)``; the dense tensor becomes an empty placeholder."""
+    """Make ``owner.<attribute>`` read as ``module(placeholder)``; the dense tensor becomes an empty placeholder.
+
+    Both are where the dense tensor was; on the CPU if that was on the meta device.
+    """
     kind: type[nn.Parameter] | None = nn.Parameter
     if parametrize.is_parametrized(owner, attribute):
         stack: Any = owner.parametrizations[attribute]  # type: ignore[index]
@@ -130,7 +133,7 @@ def replace_weight(owner: nn.Module, attribute: str, module: nn.Module, dtype: t
     else:
         owner._buffers.pop(attribute, None)
         owner._parameters[attribute] = nn.Parameter(placeholder, requires_grad=False)
-    parametrize_tensor(owner, attribute, module)
+    parametrize_tensor(owner, attribute, module.to(placeholder.device))
     return module
 
 

@@ -33,6 +33,7 @@ from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
+from .devices import all_on_cpu
 from .experts import spell_out_experts
 from .extras import require
 from .graph_edits import half_result, widen
@@ -82,6 +83,7 @@ def export_coreai(
     if target.exists():
         raise FileExistsError(f"{str(target)!r} exists already; give a path that does not.")
     require("coreai_torch", "coreai", "Export to Core AI")
+    model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     finalized = finalized_copy(model, ExportBackend.CoreAI)
     program = captured(finalized, example_inputs, example_kwargs, dynamic_shapes)
     average_in_order(program)
@@ -273,5 +275,5 @@ async def _run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of a type that Core AI has: its numbers go up to 32 bits."""
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().cpu().contiguous()
     return tensor.to({torch.int64: torch.int32, torch.float64: torch.float32}.get(tensor.dtype, tensor.dtype))

@@ -20,6 +20,7 @@ from .conversion import OTHER_OPERATOR, converting, finalized_copy, module_path,
 from .coreml import Dequantize
 from .coreml_ops import register_missing_ops
 from .coreml_weights import NO_BFLOAT16
+from .devices import all_on_cpu
 from .extras import require
 
 __all__ = ["check_coreml_operators", "compressed_constants", "export_coreml"]
@@ -60,7 +61,7 @@ def export_coreml(
     if precision not in ("float16", "float32"):
         raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
     coremltools = require("coremltools", "coreml", "Export to Core ML")
-    kwargs = dict(example_kwargs or {})
+    model, example_inputs, kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     tensors = (*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, kwargs)))
     if any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise CoreMLExportError(f"{NO_BFLOAT16}.")

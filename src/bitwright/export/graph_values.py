@@ -31,8 +31,9 @@ def read_dense(module: fx.GraphModule, weight: GraphWeight, tensor: DenseTensor,
         tensor: the form in which it is stored.
         names: of the weight's parameter, before any weight was replaced.
     """
-    values = tensor.decode()
-    if torch.equal(values, state_of(module, weight.target)):
+    stored = state_of(module, weight.target)
+    values = tensor.decode().to(stored.device)
+    if torch.equal(values, stored):
         for node in weight.nodes:
             _read_instead(node, weight.target)
     else:

@@ -23,6 +23,7 @@ from bitwright.artifact.sites import activation_simulators, simulators_in, weigh
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .conversion import is_prepared_graph, refuse_finalized
+from .devices import on_device_of
 from .eager import replace_modules
 from .graph import clean_up, compressed
 from .graph_values import parameter_names, read_dense
@@ -78,7 +79,7 @@ def _lower_eager(twin: nn.Module, make_weight: MakeWeight, make_activation: Make
         module = None if dense else make_weight(site.name, tensor)
         if module is not None:
             lowered.weights[site.name] = tensor
-        plain: torch.Tensor = tensor.decode() if module is None else site.tensor
+        plain: torch.Tensor = tensor.decode().to(site.tensor.device) if module is None else site.tensor
         if module is None and isinstance(site.tensor, nn.Parameter):
             plain = nn.Parameter(plain, requires_grad=False)  # the old one is the user's
         for path, attribute in site.owners:
@@ -114,7 +115,8 @@ def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation
             continue
         name = weight.target if weight.target not in lowered.weights else f"{weight.target}_{number}"
         lowered.weights[name] = tensor
-        twin.add_module(f"bitwright_weight_{number}", make_weight(name, tensor))
+        stand_in: nn.Module | None = on_device_of(make_weight(name, tensor), state_of(twin, weight.target))
+        twin.add_module(f"bitwright_weight_{number}", stand_in)
         for node in weight.nodes:
             _call_instead(twin, node, f"bitwright_weight_{number}")
     for node, simulator in found.activations:
@@ -133,7 +135,11 @@ def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase, make: MakeA
     if not simulator.is_stateless:
         QuantizedActivation.from_simulator(simulator, name)  # raises where it was not calibrated
     stand_in = make(name, simulator)
-    return None if stand_in is None else mark_activation(stand_in)
+    if stand_in is None:
+        return None
+    for buffer in simulator.buffers():
+        on_device_of(stand_in, buffer)
+    return mark_activation(stand_in)
 
 
 def _call_instead(module: fx.GraphModule, node: fx.Node, target: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from . import reference
 from .grid import Grid
@@ -25,6 +25,7 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "form_of",
+    "is_exporting",
     "is_plain_torch",
     "min_max",
     "note_codes",
@@ -192,6 +193,11 @@ def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid,
     if y.requires_grad and marking(y) and hasattr(form, "encode"):
         mark(y, CodesOnDemand(y, made, block_size, grid, form))
     return y
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, for which torch 2.11 reads True wherever ``torch.compile`` traces it."""
+    return torch.compiler._is_exporting_flag
 
 
 def _form_for(x: torch.Tensor, zero_point: torch.Tensor | None) -> Any:

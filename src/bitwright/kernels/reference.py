@@ -178,7 +178,9 @@ def dequantize(
         values = (values - offset) * step + origin
     else:
         values = values * step
-    return _viewed(values, tuple(codes.shape)).to(output_dtype)
+    values = _viewed(values, tuple(codes.shape))
+    # Under torch.compile of torch 2.11 the result of a custom function has no gradient if a cast of it changed nothing.
+    return values if values.dtype == output_dtype else values.to(output_dtype)
 
 
 def inside_range(

@@ -26,6 +26,7 @@ from bitwright.export.conversion import (
     places_by_operator,
     refuse_missing,
 )
+from bitwright.export.devices import all_on_cpu
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
@@ -101,6 +102,7 @@ def export_executorch(
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     _require_executorch()
+    model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     simulators = list(activation_simulators(model).values())
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,7 @@ def export_executorch(
     for number, (what, weight, options) in enumerate(ways):
         try:
             program, by_codes = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
-            others = only_tensors((example_inputs, dict(example_kwargs or {}))) if dynamic_shapes else None
+            others = only_tensors((example_inputs, example_kwargs)) if dynamic_shapes else None
             with converting("ExecuTorch"):
                 target.write_bytes(_lowered(program, [] if options is None else _partitioners(by_codes, **options)))
                 check(target, program, others, 60 if exact else 15)

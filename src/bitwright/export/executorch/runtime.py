@@ -30,7 +30,7 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        outputs = load(path).execute([plain_layout(tensor) for tensor in _tensors(inputs)])
+        outputs = load(path).execute([plain_layout(tensor.cpu()) for tensor in _tensors(inputs)])
         return [output.clone() for output in _tensors(outputs)]
     except RuntimeError as error:
         raise ConversionError(

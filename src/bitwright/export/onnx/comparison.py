@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bitwright.artifact import CompressedTensor
 from bitwright.export.coreai_activations import activation_operands
+from bitwright.export.devices import all_on_cpu
 from bitwright.export.lowering import lower
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -115,8 +116,9 @@ def compare_codes(
         ConversionError: ONNX Runtime cannot run the file.
         ValueError: the file was written from another model.
     """
+    model, inputs, kwargs = all_on_cpu(model, inputs, kwargs)
     feed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    named = {name: value for name, value in (kwargs or {}).items() if isinstance(value, torch.Tensor)}
+    named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     codes = run_with_codes(path, tuple(feed), named)
     stand_ins: list[_Replayed] = []
 
@@ -128,11 +130,11 @@ def compare_codes(
     if codes:
         raise ValueError(f"The model has no activations {sorted(codes)}; {str(path)!r} was written from another one.")
     with torch.no_grad():
-        twin(*inputs, **dict(kwargs or {}))
+        twin(*inputs, **kwargs)
         for stand_in in stand_ins:
             stand_in.start_exact_run()
         with _exact_sums():
-            twin(*inputs, **dict(kwargs or {}))
+            twin(*inputs, **kwargs)
     return CodeReport(tuple(row for stand_in in stand_ins for row in stand_in.rows))
 
 

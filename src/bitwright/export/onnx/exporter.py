@@ -11,6 +11,7 @@ from torch import nn
 from bitwright.artifact import QuantizedTensor
 from bitwright.export.arithmetic import arithmetic_activation
 from bitwright.export.conversion import converting
+from bitwright.export.devices import all_on_cpu
 from bitwright.export.extras import require
 from bitwright.export.lowering import LoweredModel, lower
 from bitwright.program.export_errors import not_a_tuple
@@ -93,6 +94,7 @@ def export_onnx(
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     _check_arguments(example_inputs, int4, integer_kernels)
+    model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     lowered = lower(model, WeightStandIn, _activation_stand_in)
     needed = _needed_opset(lowered)
     if opset is not None and opset < needed:

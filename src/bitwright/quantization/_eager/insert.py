@@ -133,7 +133,6 @@ class Insertion:
         for path in sorted(shielded - self._scopes.keys()):
             self._undo.append(wrap_forward(ShieldScope(self._modules[path])))
 
-
     def _keep_off_the_fast_path(self) -> None:
         """Have torch's encoder layers call what is in them: their kernel for inference computes all of it at once.
 

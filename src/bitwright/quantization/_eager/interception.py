@@ -28,6 +28,7 @@ from bitwright._utils.call_frames import calling_code, shielded, thread_frames
 from bitwright._utils.direct_calls import caller
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
+from bitwright.kernels.dispatch import is_exporting
 from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 
@@ -204,7 +205,7 @@ def _computes_sizes(args: Sequence[Any]) -> bool:
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     children, call = module._modules, caller()
-    target = args[0] if args and sites.in_place else None
+    target: Any = args[0] if args and sites.in_place else None
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
         holder, key = _slot(args, kwargs, index, name)
@@ -270,7 +271,7 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
     table.warned.add(call)
     name = f"{table.path}.{call}" if table.path else call
     remedy = "Prepare with example inputs that take this path, or exclude the module in the config."
-    if torch.compiler.is_exporting():
+    if is_exporting():
         remedy = (
             "It came while torch.export captured the model: some models take another path there, for example add an "
             "attention mask that they make for export only. To have one path, pass the mask as an input in both."
