@@ -88,21 +88,21 @@ CASES = [
 ]
 
 
-def build(package: str, case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
+def build(package: str, case: Case, device: str = "cpu") -> tuple[Callable[[], object], Callable[[], object]]:
     """Return what runs before a repetition, and the call that is measured; both belong in ``mode(case)``."""
     spec_module = importlib.import_module(f"{package}.quantization.spec")
     target = importlib.import_module(f"{package}.config.spec").CompressionTargetTensor[case.target]
     spec = spec_module.QuantizationSpec(**case.spec)
     simulator = spec_module.QuantizationComponentFactory.create_fake_quantizer(spec, target)
     torch.manual_seed(0)
-    x = torch.randn(case.shape).to(case.dtype)
-    simulator(x)
+    x = torch.randn(case.shape, device=device).to(case.dtype)
+    simulator.to(device)(x)
     if not case.observe:
         simulator.disable_observer()
     if not case.backward:
         return _touch(x), lambda: simulator(x)
     x.requires_grad_()
-    gradient = torch.randn(case.shape).to(case.dtype)
+    gradient = torch.randn(case.shape, device=device).to(case.dtype)
     return _touch(x), lambda: torch.autograd.grad(simulator(x), x, gradient)
 
 

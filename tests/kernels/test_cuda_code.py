@@ -49,9 +49,11 @@ def test_map(dtype: int, integer: bool) -> None:
     for op, origins in itertools.product((0, 1, 2), (False, True)):
         given = {"OP": op, "IN": dtype, "OUT": dtype, "INTEGER": integer, "MASK": op == 0, "OUTER": 4, "SIZE": 1024}
         given |= {"POINTS": integer and not origins, "ORIGINS": integer and origins}
-        ptx = assembly(kernels.map_kernel, dtype, given | {"PER_ELEMENT": origins, "WIDE": origins})
-        check(ptx)
-        assert ("div.rn.f32" in ptx) == (op != 2)
+        for together, length in ((False, 0), (False, 32), (True, 0)):
+            where = {"PER_ELEMENT": origins and not together, "WIDE": origins, "TOGETHER": together, "LENGTH": length}
+            ptx = assembly(kernels.map_kernel, dtype, given | where)
+            check(ptx)
+            assert ("div.rn.f32" in ptx) == (op != 2)
 
 
 @pytest.mark.parametrize("dtype", [0, 1, 2])
@@ -60,9 +62,10 @@ def test_choose_and_rows(dtype: int, scheme: int) -> None:
     """Every scheme and every way of keeping a running range."""
     integer = scheme < 2
     for mode in (0, 1, 2):
-        given = {"DTYPE": dtype, "SCHEME": scheme, "MODE": mode, "KEYS": True, "RUNNING": True}
+        given = {"DTYPE": dtype, "SCHEME": scheme, "MODE": mode, "KEYS": True, "RUNNING": True, "PARTS": 1024 * mode}
         check(assembly(kernels.choose_kernel, dtype, given | {"INTEGER": integer, "SIZE": 256}))
     given = {"DTYPE": dtype, "SCHEME": scheme, "INTEGER": integer, "MINVAL": scheme == 1, "MASK": True}
+    given |= {"RUNNING": scheme == 0, "MODE": 1}
     check(assembly(kernels.observe_rows_kernel, dtype, given | {"WIDE": False, "ROWS": 4, "COLUMNS": 1024}))
 
 
@@ -71,4 +74,5 @@ def test_range_and_mask(dtype: int) -> None:
     """Ranges and gradients."""
     given = {"DTYPE": dtype, "OUTER": 3, "WIDE": True, "ROWS": 4, "COLUMNS": 1024}
     check(assembly(kernels.range_kernel, dtype, given))
+    check(assembly(kernels.partial_ranges_kernel, dtype, {"DTYPE": dtype, "WIDE": True, "SIZE": 1024}))
     check(assembly(kernels.mask_kernel, dtype, {"DTYPE": dtype, "WIDE": False, "SIZE": 1024}))

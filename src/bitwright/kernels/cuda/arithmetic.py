@@ -17,6 +17,7 @@ __all__ = [
     "choose",
     "code_of",
     "jitted",
+    "jitted_for_all",
     "narrow",
     "order_key",
     "round_to",
@@ -30,6 +31,14 @@ __all__ = [
 def jitted(function: Callable[..., Any]) -> Any:
     """``triton.jit``, with a type. Annotations inside must be attributes of a module, the only names that it allows."""
     return triton.jit(function)
+
+
+def jitted_for_all(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """``jitted``, without code of its own for numbers like 1 or multiples of 16 among these parameters.
+
+    Shapes differ from tensor to tensor, and every combination would be compiled.
+    """
+    return lambda function: triton.jit(function, do_not_specialize=list(names))
 
 
 _EPS = tl.constexpr(1.1920928955078125e-07)

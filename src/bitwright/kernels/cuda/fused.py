@@ -21,7 +21,7 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import Layout, dense, layout_of
 from bitwright.kernels.straight_through import straight_through
 
-from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, range_kernel
+from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, partial_ranges_kernel, range_kernel
 
 __all__ = [
     "choose_qparams",
@@ -38,12 +38,15 @@ Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _FAKE, _CODES, _VALUES = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LARGEST_EXPONENT = {torch.float4_e2m1fn_x2: 2, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-_SIZE = 1024
+_SIZES = (1024, 512, 256)  # elements of a program; the first that divides a row, so that its block is asked for once
+_KNOWN_LENGTHS = frozenset(1 << n for n in range(9))  # rows for which code of their own is compiled
 _LONGEST_ROW = 8192
+_MOST_PARTS = 1024
 _MOST_RUNS = 4
 _WIDE = 1 << 31
 # A fused multiply-add rounds once where the reference rounds twice.
 _EXACT = {"enable_fp_fusion": False}
+_NOTHING = contextlib.nullcontext()
 
 
 class _Numbers(NamedTuple):
@@ -89,10 +92,15 @@ def _covered(layout: Layout) -> bool:
 
 
 def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """A scope in which kernels are launched on the tensor's device."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(x.device)
 
 
 def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    if parameter.device == x.device and parameter.dtype == dtype and parameter.is_contiguous():
+        return parameter.detach() if parameter.requires_grad else parameter
     if parameter.device != x.device and parameter.numel() > 1:
         raise ValueError(f"The parameters are on {parameter.device}, but the tensor is on {x.device}; move them there.")
     return parameter.detach().to(x.device, dtype).contiguous()
@@ -108,13 +116,26 @@ def _map(
     origins = minval if numbers.minval else None
     count, runs = _runs(layout)
     pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(points, scale), _or(origins, scale))
+    size, together = _tile(layout)
     with _on(x):
-        map_kernel[(triton.cdiv(layout.numel, _SIZE),)](
+        map_kernel[(triton.cdiv(layout.numel, size),)](
             *pointers, *numbers[2:], layout.numel, layout.length, *runs,
             OP=op, IN=_DTYPES[x.dtype], OUT=_DTYPES[y.dtype], INTEGER=numbers.integer, POINTS=points is not None,
             ORIGINS=origins is not None, MASK=mask is not None, OUTER=count, PER_ELEMENT=layout.per_element,
-            WIDE=layout.numel + _SIZE >= _WIDE, SIZE=_SIZE, **_EXACT,
+            TOGETHER=together, LENGTH=0 if together or layout.length not in _KNOWN_LENGTHS else layout.length,
+            WIDE=layout.numel + size >= _WIDE, SIZE=size, **_EXACT,
         )  # fmt: skip
+
+
+def _tile(layout: Layout) -> tuple[int, bool]:
+    """Elements of a program, and whether they lie in one row and one block."""
+    if not layout.per_element:
+        if layout.rows == 1:
+            return _SIZES[0], True
+        for size in _SIZES:
+            if layout.length % size == 0:
+                return size, True
+    return _SIZES[0], False
 
 
 def _new_mask(x: torch.Tensor) -> torch.Tensor:
@@ -125,9 +146,9 @@ def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> t
     out = gradient if in_place else torch.empty_like(gradient)
     numel = gradient.numel()
     with _on(gradient):
-        mask_kernel[(triton.cdiv(numel, _SIZE),)](
-            _raw(gradient), mask, _raw(out), numel, DTYPE=_DTYPES[out.dtype], WIDE=numel + _SIZE >= _WIDE,
-            SIZE=_SIZE, **_EXACT,
+        mask_kernel[(triton.cdiv(numel, _SIZES[0]),)](
+            _raw(gradient), mask, _raw(out), numel, DTYPE=_DTYPES[out.dtype], WIDE=numel + _SIZES[0] >= _WIDE,
+            SIZE=_SIZES[0], **_EXACT,
         )  # fmt: skip
     return out
 
@@ -220,7 +241,16 @@ def dequantize(
 
 
 def _keys(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order keys of the extremes of every block."""
+    """Order keys of the extremes of every block; for a single block, those of its parts."""
+    if layout.blocks == 1:
+        parts = min(_MOST_PARTS, triton.cdiv(layout.numel, 4 * _SIZES[0]))
+        lows, highs = torch.empty((2, parts), dtype=torch.int32, device=x.device)
+        with _on(x):
+            partial_ranges_kernel[(parts,)](
+                _raw(x), lows, highs, layout.numel, DTYPE=_DTYPES[x.dtype],
+                WIDE=layout.numel + 2 * parts * _SIZES[0] >= _WIDE, SIZE=_SIZES[0], **_EXACT,
+            )  # fmt: skip
+        return lows, highs
     lows = torch.full((layout.blocks,), (1 << 31) - 1, dtype=torch.int32, device=x.device)
     highs = torch.full((layout.blocks,), -(1 << 31), dtype=torch.int32, device=x.device)
     columns = min(4096, triton.next_power_of_2(layout.length))
@@ -249,7 +279,10 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     layout = layout_of(flat.shape, order, block_size)
     if layout.per_element or not _covered(layout):
         return reference.min_max(x, block_size)
-    low, high = _values(*_keys(flat, layout))
+    lows, highs = _keys(flat, layout)
+    if layout.blocks == 1:
+        lows, highs = lows.amin(0, keepdim=True), highs.amax(0, keepdim=True)
+    low, high = _values(lows, highs)
     return low.view(layout.counts).to(x.dtype), high.view(layout.counts).to(x.dtype)
 
 
@@ -279,12 +312,13 @@ def _choose(
     numbers = _numbers(grid)
     scale, zero_point, minval = made
     mode, constant, *tracked = running if running is not None else (0, 0.0, scale, scale)
-    blocks = scale.numel()
+    blocks, keys = scale.numel(), lows.dtype == torch.int32
+    parts = lows.numel() if keys and blocks == 1 else 0
     pointers = (lows, highs, *map(_raw, tracked), scale, _or(zero_point, scale), _or(minval, scale))
     with _on(scale):
         choose_kernel[(triton.cdiv(blocks, 256),)](
-            *pointers, numbers.low, numbers.high, constant, 1.0 - constant, blocks,
-            DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode, KEYS=lows.dtype == torch.int32,
+            *pointers, numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts,
+            DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode, KEYS=keys, PARTS=_MOST_PARTS if parts else 0,
             RUNNING=running is not None, INTEGER=numbers.integer, SIZE=256, **_EXACT,
         )  # fmt: skip
 
@@ -305,7 +339,13 @@ def choose_qparams(
 
 
 def _observe_rows(
-    x: torch.Tensor, mask: torch.Tensor | None, made: Parameters, layout: Layout, grid: Grid, scheme: int
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    made: Parameters,
+    layout: Layout,
+    grid: Grid,
+    scheme: int,
+    running: tuple[int, float, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Launch ``observe_rows_kernel``."""
     numbers = _numbers(grid)
@@ -313,14 +353,21 @@ def _observe_rows(
     y = torch.empty_like(x)
     columns = max(32, triton.next_power_of_2(layout.length))
     rows = max(1, 4096 // columns)
-    pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(zero_point, scale), _or(minval, scale))
+    mode, constant, *tracked = running if running is not None else (0, 0.0, scale, scale)
+    pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(zero_point, scale), _or(minval, scale), *map(_raw, tracked))
     with _on(x):
         observe_rows_kernel[(triton.cdiv(layout.rows, rows),)](
-            *pointers, *numbers[2:], layout.rows, layout.length,
+            *pointers, *numbers[2:], constant, 1.0 - constant, layout.rows, layout.length,
             DTYPE=_DTYPES[x.dtype], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
-            MASK=mask is not None, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
+            MASK=mask is not None, RUNNING=running is not None, MODE=mode,
+            WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
         )  # fmt: skip
     return y
+
+
+def _fits_one_pass(layout: Layout) -> bool:
+    """Whether every program can hold whole blocks, with whole words of the mask."""
+    return layout.rowwise and layout.length <= _LONGEST_ROW and (layout.length % 32 == 0 or layout.rows == 1)
 
 
 def observe_and_fake_quantize(
@@ -335,8 +382,7 @@ def observe_and_fake_quantize(
     flat, order = dense(x)
     layout = layout_of(flat.shape, order, block_size)
     code = _scheme(grid, scheme, scale_dtype)
-    one_pass = layout.rowwise and layout.length <= _LONGEST_ROW and layout.length % 32 == 0
-    if not one_pass:
+    if not _fits_one_pass(layout):
         low, high = min_max(x, block_size)
         made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
         return fake_quantize(x, *made, block_size=block_size, grid=grid), *made
@@ -370,13 +416,18 @@ def observe_running_and_fake_quantize(
             x, running_min, running_max, scale, zero_point, minval, block_size=block_size, grid=grid, scheme=scheme,
             scale_dtype=scale_dtype, averaging_constant=averaging_constant, restart=restart, quantize=quantize,
         )  # fmt: skip
+    mode = 0 if restart else 2 if averaging_constant is None else 1
+    made = (scale, zero_point, minval)
+    running = (mode, averaging_constant or 0.0, running_min, running_max)
+    if quantize and _fits_one_pass(layout):
+        code = _scheme(grid, scheme, scale_dtype)
+        y = _run(x, lambda mask: _observe_rows(flat, mask, made, layout, grid, code, running))
+        increment_version([t for t in (running_min, running_max, *made) if t is not None])
+        return y
     if layout.per_element or not _covered(layout):
         lows, highs = (t.to(torch.float32).contiguous() for t in reference.min_max(x, block_size))
     else:
         lows, highs = _keys(flat, layout)
-    mode = 0 if restart else 2 if averaging_constant is None else 1
-    made = (scale, zero_point, minval)
-    running = (mode, averaging_constant or 0.0, running_min, running_max)
     _choose(lows, highs, made, grid, _scheme(grid, scheme, scale_dtype), x.dtype, running)
     # The kernels write behind torch's back; what is cached by version must notice.
     increment_version([t for t in (running_min, running_max, *made) if t is not None])

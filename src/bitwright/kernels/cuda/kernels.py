@@ -13,6 +13,7 @@ from .arithmetic import (
     choose,
     code_of,
     jitted,
+    jitted_for_all,
     narrow,
     order_key,
     round_to,
@@ -22,7 +23,9 @@ from .arithmetic import (
     widen,
 )
 
-__all__ = ["choose_kernel", "map_kernel", "mask_kernel", "observe_rows_kernel", "range_kernel"]
+__all__ = ["choose_kernel", "map_kernel", "mask_kernel", "observe_rows_kernel", "partial_ranges_kernel", "range_kernel"]
+
+_RUNS = ("n1", "n2", "n3", "s0", "s1", "s2", "s3")
 
 
 @jitted
@@ -32,23 +35,22 @@ def _parameters(
     origins: tl.tensor,
     block: tl.tensor,
     low: tl.tensor,
-    INSIDE: tl.tensor,
     POINTS: tl.constexpr,
     ORIGINS: tl.constexpr,
 ) -> tl.tensor:
-    """Scale, code offset and float offset of each element's block."""
-    scale = tl.load(scales + block, mask=INSIDE, other=1.0)
+    """Scale, code offset and float offset of a block, or of each element's block; the block must be there."""
+    scale = tl.load(scales + block)
     offset = tl.zeros_like(scale)
     origin = tl.zeros_like(scale)
     if POINTS:
-        offset = tl.load(points + block, mask=INSIDE, other=0).to(tl.float32)
+        offset = tl.load(points + block).to(tl.float32)
     if ORIGINS:
         offset = tl.zeros_like(scale) + low
-        origin = tl.load(origins + block, mask=INSIDE, other=0.0)
+        origin = tl.load(origins + block)
     return scale, offset, origin
 
 
-@jitted
+@jitted_for_all("length", *_RUNS)
 def map_kernel(
     x: tl.tensor,
     y: tl.tensor,
@@ -78,20 +80,35 @@ def map_kernel(
     MASK: tl.constexpr,
     OUTER: tl.constexpr,
     PER_ELEMENT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    LENGTH: tl.constexpr,
     WIDE: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Fake-quantize (``OP`` 0), quantize (1) or dequantize (2) ``SIZE`` elements per program."""
+    """Fake-quantize (``OP`` 0), quantize (1) or dequantize (2) ``SIZE`` elements per program.
+
+    ``TOGETHER`` says that the elements of a program lie in one row, so that their block is asked for once. ``LENGTH``
+    is the length where the compiler is to know it, else 0.
+    """
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
     at = program * SIZE + tl.arange(0, SIZE)
     inside = at < numel
-    row = at // length
-    block = block_of_row(row, n1, n2, n3, s0, s1, s2, s3, OUTER)
-    if PER_ELEMENT:
-        block += at - row * length
-    scale, offset, origin = _parameters(scales, points, origins, block, low, inside, POINTS, ORIGINS)
+    if TOGETHER:
+        block = block_of_row(program * SIZE // length, n1, n2, n3, s0, s1, s2, s3, OUTER)
+    else:
+        last = tl.minimum(at, numel - 1)
+        if LENGTH:
+            row = last // LENGTH
+            column = last % LENGTH
+        else:
+            row = last // length
+            column = last - row * length
+        block = block_of_row(row, n1, n2, n3, s0, s1, s2, s3, OUTER)
+        if PER_ELEMENT:
+            block += column
+    scale, offset, origin = _parameters(scales, points, origins, block, low, POINTS, ORIGINS)
     codes = widen(tl.load(x + at, mask=inside, other=0), IN)
     if OP != 2:
         pre = unclamped(codes, scale, offset, origin, INTEGER)
@@ -128,7 +145,7 @@ def mask_kernel(
     tl.store(out + at, narrow(values, DTYPE), mask=inside)
 
 
-@jitted
+@jitted_for_all("tiles", *_RUNS)
 def range_kernel(
     x: tl.tensor,
     lows: tl.tensor,
@@ -166,6 +183,35 @@ def range_kernel(
 
 
 @jitted
+def partial_ranges_kernel(
+    x: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    numel: tl.tensor,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Keys of the range of what a program sees of one block: every so many tiles of ``SIZE`` elements."""
+    program = tl.program_id(0)
+    least = tl.full((SIZE,), 2147483647, tl.int32)
+    most = tl.full((SIZE,), -2147483648, tl.int32)
+    first = program * SIZE
+    step = tl.num_programs(0) * SIZE
+    if WIDE:
+        first = first.to(tl.int64)
+        step = step.to(tl.int64)
+    for start in range(first, numel, step):
+        at = start + tl.arange(0, SIZE)
+        inside = at < numel
+        keys = order_key(widen(tl.load(x + at, mask=inside, other=0), DTYPE))
+        least = tl.minimum(least, tl.where(inside, keys, 2147483647))
+        most = tl.maximum(most, tl.where(inside, keys, -2147483648))
+    tl.store(lows + program, tl.min(least, axis=0))
+    tl.store(highs + program, tl.max(most, axis=0))
+
+
+@jitted
 def _blend(
     value: tl.tensor,
     running: tl.tensor,
@@ -184,6 +230,33 @@ def _blend(
 
 
 @jitted
+def _track(
+    low: tl.tensor,
+    high: tl.tensor,
+    running_lows: tl.tensor,
+    running_highs: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
+    DTYPE: tl.constexpr,
+    MODE: tl.constexpr,
+) -> tl.tensor:
+    """Move the running ranges by new ones, and return them."""
+    low = tl.where(low >= 0, 0.0, low)
+    high = tl.where(high <= 0, 0.0, high)
+    if MODE != 0:
+        old_low = widen(tl.load(running_lows + at, mask=inside, other=0), DTYPE)
+        old_high = widen(tl.load(running_highs + at, mask=inside, other=0), DTYPE)
+        blank = (old_low == 0) & (old_high == 0) & (MODE == 1)  # nothing to average with
+        low = tl.where(blank, low, _blend(low, old_low, new, old, 1.0, DTYPE, MODE))
+        high = tl.where(blank, high, _blend(high, old_high, new, old, -1.0, DTYPE, MODE))
+    tl.store(running_lows + at, narrow(low, DTYPE), mask=inside)
+    tl.store(running_highs + at, narrow(high, DTYPE), mask=inside)
+    return low, high
+
+
+@jitted
 def choose_kernel(
     lows: tl.tensor,
     highs: tl.tensor,
@@ -197,36 +270,35 @@ def choose_kernel(
     new: tl.tensor,
     old: tl.tensor,
     blocks: tl.tensor,
+    parts: tl.tensor,
     DTYPE: tl.constexpr,
     SCHEME: tl.constexpr,
     MODE: tl.constexpr,
     KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
     RUNNING: tl.constexpr,
     INTEGER: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
     """From ranges (order keys or float32) to parameters, through the running range if there is one.
 
-    ``MODE`` 0 takes the range, 1 the moving average with weights ``new`` and ``old``, 2 the extremes.
+    ``MODE`` 0 takes the range, 1 the moving average with weights ``new`` and ``old``, 2 the extremes. With ``PARTS``
+    there is one block, whose range is that of up to so many keys.
     """
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < blocks
-    if KEYS:
+    if PARTS:
+        part = tl.arange(0, PARTS)
+        least = tl.min(tl.load(lows + part, mask=part < parts, other=2147483647), axis=0)
+        most = tl.max(tl.load(highs + part, mask=part < parts, other=-2147483648), axis=0)
+        low, high = value_of_key(at * 0 + least, at * 0 + most)
+    elif KEYS:
         low, high = value_of_key(tl.load(lows + at, mask=inside, other=0), tl.load(highs + at, mask=inside, other=0))
     else:
         low = tl.load(lows + at, mask=inside, other=0.0)
         high = tl.load(highs + at, mask=inside, other=0.0)
     if RUNNING:
-        low = tl.where(low >= 0, 0.0, low)
-        high = tl.where(high <= 0, 0.0, high)
-        if MODE != 0:
-            old_low = widen(tl.load(running_lows + at, mask=inside, other=0), DTYPE)
-            old_high = widen(tl.load(running_highs + at, mask=inside, other=0), DTYPE)
-            blank = (old_low == 0) & (old_high == 0) & (MODE == 1)  # nothing to average with
-            low = tl.where(blank, low, _blend(low, old_low, new, old, 1.0, DTYPE, MODE))
-            high = tl.where(blank, high, _blend(high, old_high, new, old, -1.0, DTYPE, MODE))
-        tl.store(running_lows + at, narrow(low, DTYPE), mask=inside)
-        tl.store(running_highs + at, narrow(high, DTYPE), mask=inside)
+        low, high = _track(low, high, running_lows, running_highs, at, inside, new, old, DTYPE, MODE)
     scale, point, origin = choose(low, high, quant_min, quant_max, DTYPE, SCHEME)
     tl.store(scales + at, scale, mask=inside)
     if INTEGER:
@@ -242,10 +314,14 @@ def observe_rows_kernel(
     scales: tl.tensor,
     points: tl.tensor,
     origins: tl.tensor,
+    running_lows: tl.tensor,
+    running_highs: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     smallest: tl.tensor,
     anchor: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
     rows: tl.tensor,
     length: tl.tensor,
     DTYPE: tl.constexpr,
@@ -253,13 +329,16 @@ def observe_rows_kernel(
     INTEGER: tl.constexpr,
     MINVAL: tl.constexpr,
     MASK: tl.constexpr,
+    RUNNING: tl.constexpr,
+    MODE: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Observe and fake-quantize ``ROWS`` rows, each a block of ``length <= COLUMNS`` elements, in one pass.
 
-    With a mask ``length`` is a multiple of 32, so that no word is shared by rows.
+    With a mask ``length`` is a multiple of 32 unless there is one row, so that no word is shared by rows. ``RUNNING``
+    and ``MODE`` are as in ``choose_kernel``.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if WIDE:
@@ -273,6 +352,8 @@ def observe_rows_kernel(
     least = tl.min(tl.where(inside, keys, 2147483647), axis=1)
     most = tl.max(tl.where(inside, keys, -2147483648), axis=1)
     first, last = value_of_key(least, most)
+    if RUNNING:
+        first, last = _track(first, last, running_lows, running_highs, row, present, new, old, DTYPE, MODE)
     scale, point, origin = choose(first, last, low, high, DTYPE, SCHEME)
     tl.store(scales + row, scale, mask=present)
     if INTEGER:
@@ -289,7 +370,7 @@ def observe_rows_kernel(
         grouped = tl.reshape(bits, (ROWS, COLUMNS // 32, 32)) << tl.arange(0, 32)[None, None, :]
         word = tl.arange(0, COLUMNS // 32)
         kept = present[:, None] & (word * 32 < length)[None, :]
-        tl.store(mask + row[:, None] * (length // 32) + word[None, :], tl.sum(grouped, axis=2), mask=kept)
+        tl.store(mask + row[:, None] * ((length + 31) // 32) + word[None, :], tl.sum(grouped, axis=2), mask=kept)
     codes = code_of(pre, low, high, smallest, anchor, INTEGER)
     codes = value_of(codes, scale[:, None], offset[:, None], origin[:, None], INTEGER)
     tl.store(y + at, narrow(codes, DTYPE), mask=inside)

@@ -1,0 +1,141 @@
+"""Prepared models on a GPU: what they do on the CPU, without waiting for the GPU in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bitwright.artifact import Artifact
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+both_modes = pytest.mark.parametrize("mode", ["eager", "graph"])
+presets = pytest.mark.parametrize("preset", ["w8a8", "w4_per_block", "w4a4"])
+
+
+class Net(nn.Module):
+    """Convolutions with norms, attention, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 64)
+        self.body = nn.Sequential(nn.Conv1d(64, 64, 3, padding=1, bias=False), nn.BatchNorm1d(64), nn.ReLU())
+        self.qkv, self.head = nn.Linear(64, 192), nn.Linear(64, 32)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.body(x.transpose(1, 2)).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.head(x + F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """TF32 would move codes."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def start(mode, preset="w8a8", device="cuda"):
+    torch.manual_seed(0)
+    model, tokens = Net().eval(), torch.randint(0, 32, (4, 16))
+    model, tokens = model.to(device), tokens.to(device)
+    quantizer = Quantizer(model, getattr(QuantizerConfig.presets, preset)(execution_mode=mode))
+    prepared = quantizer.prepare((tokens,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(tokens)
+    return quantizer, prepared.eval(), tokens
+
+
+def sqnr(expected, actual):
+    expected, actual = expected.detach().double().cpu(), actual.detach().double().cpu()
+    return float(10 * torch.log10(expected.square().sum() / (expected - actual).square().sum()))
+
+
+@both_modes
+@presets
+def test_as_on_the_cpu(mode, preset):
+    """Up to values half-way between two codes, that another order of sums moves."""
+    (_, expected, x), (_, actual, y) = start(mode, preset, "cpu"), start(mode, preset)
+    with torch.no_grad():
+        assert sqnr(expected(x), actual(y)) > 25
+
+
+@both_modes
+@presets
+def test_nothing_waits(mode, preset):
+    """Neither steps nor evaluation read the GPU; a step that one would repeat can be captured."""
+    quantizer, prepared, tokens = start(mode, preset)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-2)
+    with quantizer.training_mode():
+        for step in range(5):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            optimizer.zero_grad()
+            F.cross_entropy(prepared(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    prepared.eval()
+    with torch.no_grad():
+        prepared(tokens)
+        expected = prepared(tokens)
+        torch.cuda.set_sync_debug_mode("error")
+        prepared(tokens)
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = prepared(tokens)
+        graph.replay()
+    assert torch.equal(captured, expected)
+
+
+@both_modes
+def test_moves_and_checkpoints(mode):
+    """To the GPU, to another model there, and back."""
+    _, prepared, tokens = start(mode, device="cpu")
+    prepared, tokens = prepared.cuda(), tokens.cuda()
+    _, other, _ = start(mode)
+    other.load_state_dict({key: value.cpu() for key, value in prepared.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(prepared(tokens), other(tokens))
+        assert sqnr(prepared(tokens), prepared.cpu()(tokens.cpu())) > 25
+
+
+@both_modes
+@presets
+def test_packed_and_written(mode, preset, tmp_path):
+    """Packed weights go to where the model is; an exporter leaves it there."""
+    _, prepared, tokens = start(mode, preset)
+    with torch.no_grad():
+        expected = prepared(tokens)
+    artifact = Artifact.from_model(prepared)
+    if mode == "eager" and preset == "w4_per_block":
+        packed = artifact.packed_model(copy.deepcopy(Net()).cuda().eval())
+        assert sqnr(expected, packed(tokens)) > 100
+    onnx = pytest.importorskip("bitwright.export.onnx")
+    pytest.importorskip("onnxscript")
+    onnx.export_onnx(prepared, (tokens,), tmp_path / "model.onnx")
+    (actual,) = onnx.run_onnx(tmp_path / "model.onnx", (tokens,))
+    assert sqnr(expected, actual) > 25
+    assert all(tensor.is_cuda for tensor in prepared.parameters())
+    with torch.no_grad():
+        assert torch.equal(prepared(tokens), expected)
+
+
+@both_modes
+def test_compiled(mode):
+    """By Inductor, in one graph."""
+    _, prepared, tokens = start(mode)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert sqnr(prepared(tokens), torch.compile(prepared, fullgraph=True)(tokens)) > 25
