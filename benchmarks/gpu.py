@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,8 @@ def on_the_clock(run: Callable[[], object], calls: int = 1) -> Side:
     return once
 
 
-def kernels(repeats: int) -> list[dict[str, Any]]:
-    """One row for each case."""
-    rows = []
+def kernels(repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield one row for each case."""
     for case in cases():
         sides: dict[str, Side] = {}
         for package in packages():
@@ -116,8 +115,7 @@ def kernels(repeats: int) -> list[dict[str, Any]]:
             row |= {"faster": ratio(times["coreai_opt"], mine), "faster_wanted": case.faster}
             text += f" {row['faster']:7.1f}x (>= {case.faster:g})"
         print(text, flush=True)
-        rows.append(row | {"seconds": times})
-    return rows
+        yield row | {"seconds": times}
 
 
 def problem(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -156,9 +154,8 @@ def peak(package: str, name: str, execution: str, half: bool) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def training(repeats: int) -> list[dict[str, Any]]:
-    """Two rows for each model, mode and precision."""
-    rows = []
+def training(repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield two rows for each model, mode and precision."""
     for name in ("resnet", "gpt"):
         for execution in ("eager", "graph"):
             for half in (False, True):
@@ -177,10 +174,9 @@ def training(repeats: int) -> list[dict[str, Any]]:
                 where = {"model": name, "mode": execution, "precision": "bfloat16" if half else "float32"}
                 for what, values, seen in (("step", over, times), ("peak memory", more, memory)):
                     row = {"what": what, **where, "over_float": values, "over_float_allowed": ALLOWED[what]}
-                    rows.append(row | {"seconds" if what == "step" else "bytes": seen})
                     text = ", ".join(f"{side} {value:.2f}" for side, value in values.items())
                     print(f"{what:12} {' '.join(where.values()):24} x float (<= {ALLOWED[what]:g}): {text}", flush=True)
-    return rows
+                    yield row | {"seconds" if what == "step" else "bytes": seen}
 
 
 def main() -> None:
@@ -197,11 +193,13 @@ def main() -> None:
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
     print(results["gpu"])
-    if not options.no_kernels:
-        results["kernels"] = kernels(options.repeats)
-    if not options.no_training:
-        results["training"] = training(options.repeats)
-    write_json(options.output, results)
+    parts = {"kernels": None if options.no_kernels else kernels, "training": None if options.no_training else training}
+    for name, rows in parts.items():
+        if rows is not None:
+            results[name] = []
+            for row in rows(options.repeats):
+                results[name].append(row)
+                write_json(options.output, results)
 
 
 if __name__ == "__main__":

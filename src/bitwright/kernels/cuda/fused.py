@@ -6,13 +6,11 @@ reference.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
 from torch.autograd.graph import increment_version
 
 from bitwright.formats import format_of
@@ -22,6 +20,7 @@ from bitwright.kernels.layout import Layout, dense, layout_of
 from bitwright.kernels.straight_through import straight_through
 
 from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, partial_ranges_kernel, range_kernel
+from .launching import launch
 
 __all__ = [
     "choose_qparams",
@@ -44,9 +43,7 @@ _LONGEST_ROW = 8192
 _MOST_PARTS = 1024
 _MOST_RUNS = 4
 _WIDE = 1 << 31
-# A fused multiply-add rounds once where the reference rounds twice.
-_EXACT = {"enable_fp_fusion": False}
-_NOTHING = contextlib.nullcontext()
+_WARPS, _MORE_WARPS, _MOST_WARPS = 4, 8, 16
 
 
 class _Numbers(NamedTuple):
@@ -87,15 +84,18 @@ def _or(wanted: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     return instead if wanted is None else wanted
 
 
+def _divided(number: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // by)
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << (least - 1).bit_length()
+
+
 def _covered(layout: Layout) -> bool:
     return int(layout.table[4]) <= _MOST_RUNS
-
-
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which kernels are launched on the tensor's device."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(x.device)
 
 
 def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
@@ -117,14 +117,14 @@ def _map(
     count, runs = _runs(layout)
     pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(points, scale), _or(origins, scale))
     size, together = _tile(layout)
-    with _on(x):
-        map_kernel[(triton.cdiv(layout.numel, size),)](
-            *pointers, *numbers[2:], layout.numel, layout.length, *runs,
-            OP=op, IN=_DTYPES[x.dtype], OUT=_DTYPES[y.dtype], INTEGER=numbers.integer, POINTS=points is not None,
-            ORIGINS=origins is not None, MASK=mask is not None, OUTER=count, PER_ELEMENT=layout.per_element,
-            TOGETHER=together, LENGTH=0 if together or layout.length not in _KNOWN_LENGTHS else layout.length,
-            WIDE=layout.numel + size >= _WIDE, SIZE=size, **_EXACT,
-        )  # fmt: skip
+    launch(
+        map_kernel, _divided(layout.numel, size), pointers,
+        (*numbers[2:], layout.numel, layout.length, *runs), _WARPS,
+        OP=op, IN=_DTYPES[x.dtype], OUT=_DTYPES[y.dtype], INTEGER=numbers.integer, POINTS=points is not None,
+        ORIGINS=origins is not None, MASK=mask is not None, OUTER=count, PER_ELEMENT=layout.per_element,
+        TOGETHER=together, LENGTH=0 if together or layout.length not in _KNOWN_LENGTHS else layout.length,
+        WIDE=layout.numel + size >= _WIDE, SIZE=size,
+    )  # fmt: skip
 
 
 def _tile(layout: Layout) -> tuple[int, bool]:
@@ -139,17 +139,16 @@ def _tile(layout: Layout) -> tuple[int, bool]:
 
 
 def _new_mask(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(triton.cdiv(x.numel(), 32), dtype=torch.int32, device=x.device)
+    return torch.empty(_divided(x.numel(), 32), dtype=torch.int32, device=x.device)
 
 
 def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
     out = gradient if in_place else torch.empty_like(gradient)
     numel = gradient.numel()
-    with _on(gradient):
-        mask_kernel[(triton.cdiv(numel, _SIZES[0]),)](
-            _raw(gradient), mask, _raw(out), numel, DTYPE=_DTYPES[out.dtype], WIDE=numel + _SIZES[0] >= _WIDE,
-            SIZE=_SIZES[0], **_EXACT,
-        )  # fmt: skip
+    launch(
+        mask_kernel, _divided(numel, _SIZES[0]), (_raw(gradient), mask, _raw(out)), (numel,), _WARPS,
+        DTYPE=_DTYPES[out.dtype], WIDE=numel + _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
+    )  # fmt: skip
     return out
 
 
@@ -243,25 +242,24 @@ def dequantize(
 def _keys(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Order keys of the extremes of every block; for a single block, those of its parts."""
     if layout.blocks == 1:
-        parts = min(_MOST_PARTS, triton.cdiv(layout.numel, 4 * _SIZES[0]))
+        parts = min(_MOST_PARTS, _divided(layout.numel, 4 * _SIZES[0]))
         lows, highs = torch.empty((2, parts), dtype=torch.int32, device=x.device)
-        with _on(x):
-            partial_ranges_kernel[(parts,)](
-                _raw(x), lows, highs, layout.numel, DTYPE=_DTYPES[x.dtype],
-                WIDE=layout.numel + 2 * parts * _SIZES[0] >= _WIDE, SIZE=_SIZES[0], **_EXACT,
-            )  # fmt: skip
+        launch(
+            partial_ranges_kernel, parts, (_raw(x), lows, highs), (layout.numel,), _WARPS, DTYPE=_DTYPES[x.dtype],
+            WIDE=layout.numel + 2 * parts * _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
+        )  # fmt: skip
         return lows, highs
     lows = torch.full((layout.blocks,), (1 << 31) - 1, dtype=torch.int32, device=x.device)
     highs = torch.full((layout.blocks,), -(1 << 31), dtype=torch.int32, device=x.device)
-    columns = min(4096, triton.next_power_of_2(layout.length))
+    columns = min(4096, _power_of_two(layout.length))
     rows = max(1, 4096 // columns)
-    tiles = triton.cdiv(layout.length, columns)
+    tiles = _divided(layout.length, columns)
     count, runs = _runs(layout)
-    with _on(x):
-        range_kernel[(triton.cdiv(layout.rows, rows) * tiles,)](
-            _raw(x), lows, highs, layout.rows, layout.length, tiles, *runs, DTYPE=_DTYPES[x.dtype],
-            OUTER=count, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
-        )  # fmt: skip
+    launch(
+        range_kernel, _divided(layout.rows, rows) * tiles, (_raw(x), lows, highs),
+        (layout.rows, layout.length, tiles, *runs), _MORE_WARPS, DTYPE=_DTYPES[x.dtype], OUTER=count,
+        WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
     return lows, highs
 
 
@@ -315,12 +313,12 @@ def _choose(
     blocks, keys = scale.numel(), lows.dtype == torch.int32
     parts = lows.numel() if keys and blocks == 1 else 0
     pointers = (lows, highs, *map(_raw, tracked), scale, _or(zero_point, scale), _or(minval, scale))
-    with _on(scale):
-        choose_kernel[(triton.cdiv(blocks, 256),)](
-            *pointers, numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts,
-            DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode, KEYS=keys, PARTS=_MOST_PARTS if parts else 0,
-            RUNNING=running is not None, INTEGER=numbers.integer, SIZE=256, **_EXACT,
-        )  # fmt: skip
+    launch(
+        choose_kernel, _divided(blocks, 256), pointers,
+        (numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts), _WARPS,
+        DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode, KEYS=keys, PARTS=_MOST_PARTS if parts else 0,
+        RUNNING=running is not None, INTEGER=numbers.integer, SIZE=256,
+    )  # fmt: skip
 
 
 def choose_qparams(
@@ -351,17 +349,18 @@ def _observe_rows(
     numbers = _numbers(grid)
     scale, zero_point, minval = made
     y = torch.empty_like(x)
-    columns = max(32, triton.next_power_of_2(layout.length))
+    columns = max(32, _power_of_two(layout.length))
     rows = max(1, 4096 // columns)
     mode, constant, *tracked = running if running is not None else (0, 0.0, scale, scale)
     pointers = (_raw(x), _raw(y), _or(mask, y), scale, _or(zero_point, scale), _or(minval, scale), *map(_raw, tracked))
-    with _on(x):
-        observe_rows_kernel[(triton.cdiv(layout.rows, rows),)](
-            *pointers, *numbers[2:], constant, 1.0 - constant, layout.rows, layout.length,
-            DTYPE=_DTYPES[x.dtype], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
-            MASK=mask is not None, RUNNING=running is not None, MODE=mode,
-            WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns, **_EXACT,
-        )  # fmt: skip
+    launch(
+        observe_rows_kernel, _divided(layout.rows, rows), pointers,
+        (*numbers[2:], constant, 1.0 - constant, layout.rows, layout.length),
+        _MOST_WARPS if columns > 4096 else _MORE_WARPS,
+        DTYPE=_DTYPES[x.dtype], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
+        MASK=mask is not None, RUNNING=running is not None, MODE=mode, WIDE=layout.numel + 4096 >= _WIDE,
+        ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
     return y
 
 

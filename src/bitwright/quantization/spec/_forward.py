@@ -158,6 +158,8 @@ class FakeQuantizeForward(SwitchedModule):
         calculator: Any,
     ) -> Call | None:
         """Make the short way for this tensor and the next ones like it, and return it; None where there is none."""
+        if not tensor.is_cpu:  # the short ways read memory
+            return None
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         plain = stateful and type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams
         shortcut = self._shortcut
