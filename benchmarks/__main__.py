@@ -16,6 +16,9 @@ medians.
   ``over_float`` by side (``bitwright``, ``bitwright, saved as codes``, ``peer``) and ``over_float_allowed``; and
   ``seconds`` by side, or ``bytes`` by side: ``peak`` growth of the resident set, and what is ``saved`` for the
   backward pass.
+
+``gpu.json`` holds the rows of a GPU under ``fake quantization`` and ``training steps``: of the former kind without ``threads``, and of the
+latter with ``precision``; ``bytes`` are what torch had allocated at most.
 """
 
 from __future__ import annotations

@@ -193,7 +193,10 @@ def main() -> None:
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
     print(results["gpu"])
-    parts = {"kernels": None if options.no_kernels else kernels, "training": None if options.no_training else training}
+    parts = {
+        "fake quantization": None if options.no_kernels else kernels,
+        "training steps": None if options.no_training else training,
+    }
     for name, rows in parts.items():
         if rows is not None:
             results[name] = []
