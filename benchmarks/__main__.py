@@ -17,8 +17,8 @@ medians.
   ``seconds`` by side, or ``bytes`` by side: ``peak`` growth of the resident set, and what is ``saved`` for the
   backward pass.
 
-``gpu.json`` holds the rows of a GPU under ``fake quantization`` and ``training steps``: of the former kind without ``threads``, and of the
-latter with ``precision``; ``bytes`` are what torch had allocated at most.
+``gpu.json`` holds the rows of a GPU under ``fake quantization`` and ``training steps``: of the former kind without
+``threads``, and of the latter with ``precision``; ``bytes`` are what torch had allocated at most.
 """
 
 from __future__ import annotations
