@@ -146,3 +146,30 @@ def test_encoder_layers_call_the_modules_in_them(stacked):
         assert torch.allclose(prepared(x), expected, atol=1e-5)
     assert len(plan.placements) == 6 * len(layers)
     assert len({name for name in seen if "linear" in name}) == 6 * len(layers)
+
+
+class Holder(nn.Module):
+    """Calls functions around a container, which calls none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.Sequential(Nested(), nn.Identity())
+
+    def forward(self, x):
+        return self.list(x + 1) * 2
+
+
+@pytest.mark.parametrize(("part", "backend"), [("", "aot_eager"), ("list", "eager"), ("list.0", "aot_eager")])
+def test_parts(part, backend):
+    """Also where a module that is not compiled calls functions around one that is, or around a container of it."""
+    torch.manual_seed(0)
+    model, x = Holder().eval(), torch.randn(2, 5, 16)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+        prepared.eval()
+        expected = prepared(x)
+        torch._dynamo.reset()
+        prepared.get_submodule(part).compile(fullgraph=True, backend=backend)
+        assert torch.equal(prepared(x), expected)

@@ -12,10 +12,12 @@ pickled.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 
 from .recompute import checkpoint_here, repeat_with
+
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+_count_modes, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 
 __all__ = ["CallSites", "CallTable", "FrameScope", "OpScope", "ShieldScope"]
 
@@ -156,7 +161,7 @@ def _in_frame(frame: _Frame, run: Callable[..., Any], args: Any, kwargs: Any) ->
     frames = thread_frames
     frames.stack.append(frame)
     try:
-        if frames.mode is not None or (is_dynamo_compiling() and len(frames.stack) > 1):
+        if frames.mode is not None or (is_dynamo_compiling() and _is_in_force()):
             return run(*args, **kwargs)
         with _InterceptMode() as mode:
             frames.mode = mode
@@ -166,6 +171,11 @@ def _in_frame(frame: _Frame, run: Callable[..., Any], args: Any, kwargs: Any) ->
                 frames.mode = None
     finally:
         frames.stack.pop()
+
+
+def _is_in_force() -> bool:
+    """Whether the mode is on the stack; for ``torch.compile``, which may have lost what ``frames.mode`` was set to."""
+    return any(isinstance(_mode_at(place), _InterceptMode) for place in range(_count_modes()))
 
 
 class _InterceptMode(TorchFunctionMode):
@@ -266,7 +276,7 @@ def _replace_output(result: Any, index: int, simulate: Any) -> Any:
 
 def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
     """Warn once of a call on floating-point data; others, such as positions, are not quantized anyway."""
-    if call in table.warned or not _reads_floats(arguments):
+    if call in table.warned or not _reads_floats(arguments) or _is_compiled_code():
         return
     table.warned.add(call)
     name = f"{table.path}.{call}" if table.path else call
@@ -283,6 +293,18 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
         UnplannedCallWarning,
         stacklevel=4,
     )
+
+
+def _is_compiled_code() -> bool:
+    """Whether a call comes from what ``torch.compile`` made of a module inside the frame, simulators and all."""
+    if is_dynamo_compiling():
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _in_frame.__code__:
+        if frame.f_code.co_filename == _DYNAMO:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _reads_floats(arguments: Any) -> bool:
