@@ -115,8 +115,8 @@ def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation
             continue
         name = weight.target if weight.target not in lowered.weights else f"{weight.target}_{number}"
         lowered.weights[name] = tensor
-        stand_in: nn.Module | None = on_device_of(make_weight(name, tensor), state_of(twin, weight.target))
-        twin.add_module(f"bitwright_weight_{number}", stand_in)
+        module = on_device_of(make_weight(name, tensor), state_of(twin, weight.target))
+        twin.add_module(f"bitwright_weight_{number}", module)
         for node in weight.nodes:
             _call_instead(twin, node, f"bitwright_weight_{number}")
     for node, simulator in found.activations:
@@ -137,9 +137,8 @@ def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase, make: MakeA
     stand_in = make(name, simulator)
     if stand_in is None:
         return None
-    for buffer in simulator.buffers():
-        on_device_of(stand_in, buffer)
-    return mark_activation(stand_in)
+    buffer = next(simulator.buffers(), None)
+    return mark_activation(stand_in if buffer is None else on_device_of(stand_in, buffer))
 
 
 def _call_instead(module: fx.GraphModule, node: fx.Node, target: str) -> None:

@@ -418,18 +418,19 @@ def observe_running_and_fake_quantize(
     mode = 0 if restart else 2 if averaging_constant is None else 1
     made = (scale, zero_point, minval)
     running = (mode, averaging_constant or 0.0, running_min, running_max)
+    code = _scheme(grid, scheme, scale_dtype)
+    # The kernels write behind torch's back; what is cached by version must notice.
+    written = [t for t in (running_min, running_max, *made) if t is not None]
     if quantize and _fits_one_pass(layout):
-        code = _scheme(grid, scheme, scale_dtype)
         y = _run(x, lambda mask: _observe_rows(flat, mask, made, layout, grid, code, running))
-        increment_version([t for t in (running_min, running_max, *made) if t is not None])
+        increment_version(written)
         return y
     if layout.per_element or not _covered(layout):
         lows, highs = (t.to(torch.float32).contiguous() for t in reference.min_max(x, block_size))
     else:
         lows, highs = _keys(flat, layout)
-    _choose(lows, highs, made, grid, _scheme(grid, scheme, scale_dtype), x.dtype, running)
-    # The kernels write behind torch's back; what is cached by version must notice.
-    increment_version([t for t in (running_min, running_max, *made) if t is not None])
+    _choose(lows, highs, made, grid, code, x.dtype, running)
+    increment_version(written)
     if not quantize:
         return x
     return fake_quantize(x, *made, block_size=block_size, grid=grid)

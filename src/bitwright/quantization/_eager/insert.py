@@ -141,9 +141,9 @@ class Insertion:
         """
         watched = [*self._tables, *self._scopes]
         for path, module in self._modules.items():
-            if isinstance(module, nn.TransformerEncoderLayer) and any(
-                inner == path or not path or inner.startswith(f"{path}.") for inner in watched
-            ):
+            if not isinstance(module, nn.TransformerEncoderLayer) or not hasattr(module, _FAST_PATH):
+                continue
+            if any(inner == path or not path or inner.startswith(f"{path}.") for inner in watched):
                 self._undo.append(partial(setattr, module, _FAST_PATH, getattr(module, _FAST_PATH)))
                 setattr(module, _FAST_PATH, 0)
 
