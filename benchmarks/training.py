@@ -38,7 +38,7 @@ from torch.nn import functional as F
 HERE = Path(__file__).resolve().parent
 MODES = ("eager", "graph")
 STEP, STEP_OF_TRAINED, FROZEN = "step", "step, trained before", "frozen evaluation"
-SAVED = "bitwright, saved as codes"
+IN_FULL = "bitwright, tensors in full"
 # What is measured of memory: how glibc is set up for it.
 MEMORY = {
     "peak memory": {},
@@ -119,7 +119,7 @@ def learning(
 
 
 def build(
-    package: str, name: str, mode: str, saved: bool = False, small: bool = False, trained: bool = False
+    package: str, name: str, mode: str, in_full: bool = False, small: bool = False, trained: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return a training step and an evaluation.
 
@@ -127,7 +127,7 @@ def build(
         package: ``float``, ``bitwright`` or ``coreai_opt``.
         name: ``resnet`` or ``gpt``.
         mode: ``eager`` or ``graph``.
-        saved: keep what is saved for the backward pass as codes (Bitwright).
+        in_full: keep what is saved for the backward pass as it is, not as codes (Bitwright).
         small: build a small model, to load what is loaded once.
         trained: train the float model for a while first, so that its batch norms know their inputs. Otherwise
             calibration, which is evaluation, sees other ranges than training, and half the vectors clip something.
@@ -137,7 +137,6 @@ def build(
         learn = learning(model, x, y)
         for _ in range(30):
             learn()
-    scope: Callable[[], Any] = contextlib.nullcontext
     training = contextlib.ExitStack()
     if package != "float":
         quantization = importlib.import_module(f"{package}.quantization")
@@ -145,10 +144,8 @@ def build(
         model = quantizer.prepare((x,))
         with quantizer.calibration_mode(), torch.no_grad():
             model(x)
-        training.enter_context(quantizer.training_mode())
-    if saved:
-        scope = importlib.import_module("bitwright.kernels").saved_as_codes
-    learn = learning(model, x, y, scope)
+        training.enter_context(quantizer.training_mode(**{"save_as_codes": False} if in_full else {}))
+    learn = learning(model, x, y)
 
     def step(_: contextlib.ExitStack = training) -> None:  # which ends when nobody holds it
         learn()
@@ -183,7 +180,7 @@ def seconds(run: Callable[[], object]) -> Side:
 
 
 def saved_bytes(run: Callable[[], object]) -> int:
-    """Bytes that one step keeps for its backward pass, each piece of memory counted once."""
+    """Bytes that one step would keep in full for its backward pass, each piece of memory counted once."""
     found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,17 +193,17 @@ def saved_bytes(run: Callable[[], object]) -> int:
     return sum(found.values())
 
 
-def memory_of(package: str, name: str, mode: str, saved: bool) -> dict[str, int]:
+def memory_of(package: str, name: str, mode: str, in_full: bool) -> dict[str, int]:
     """Measure in this process; libraries and compiled code are loaded and the model is built before."""
     for _ in range(2):
-        step, _ = build(package, name, mode, saved, small=True)
+        step, _ = build(package, name, mode, in_full, small=True)
         for _ in range(3):
             step()
-    step, _ = build(package, name, mode, saved)
+    step, _ = build(package, name, mode, in_full)
     if package == "bitwright":
         importlib.import_module("bitwright.kernels").release_idle_memory()
     ctypes.CDLL(None).malloc_trim(0)
-    return {"peak": peak_growth(step, resident()), "saved": 0 if saved else saved_bytes(step)}
+    return {"peak": peak_growth(step, resident()), "saved": saved_bytes(step)}
 
 
 def ask_memory(interpreter: str, what: str, *arguments: str) -> dict[str, int]:
@@ -236,15 +233,15 @@ def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: s
     sides = {
         "float": (sys.executable, "float", ""),
         "bitwright": (sys.executable, "bitwright", ""),
-        SAVED: (sys.executable, "bitwright", "saved"),
+        IN_FULL: (sys.executable, "bitwright", "in full"),
     }
     if interpreter:
         sides["peer"] = interpreter, "coreai_opt", ""
     peaks: dict[str, list[float]] = {side: [] for side in sides}
     saved: dict[str, int] = {}
     for _ in range(repeats):
-        for side, (python, package, as_codes) in sides.items():
-            answer = ask_memory(python, what, package, name, mode, as_codes)
+        for side, (python, package, in_full) in sides.items():
+            answer = ask_memory(python, what, package, name, mode, in_full)
             peaks[side].append(answer["peak"])
             saved[side] = answer["saved"]
     spreads = {side: Spread.of(values) for side, values in peaks.items()}
@@ -255,8 +252,8 @@ def measure_memory(what: str, name: str, mode: str, repeats: int, interpreter: s
 
 
 def serve(package: str) -> None:
-    """Answer requests with seconds; ``package`` is one of ``build``, or ``SAVED``."""
-    saved, package = package == SAVED, "bitwright" if package == SAVED else package
+    """Answer requests with seconds; ``package`` is one of ``build``, or ``IN_FULL``."""
+    in_full, package = package == IN_FULL, "bitwright" if package == IN_FULL else package
     built: dict[tuple[str, str, str], Side] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -270,7 +267,7 @@ def serve(package: str) -> None:
                 if what == FROZEN:
                     built[key] = seconds(frozen(package, name))
                 else:
-                    built[key] = seconds(build(package, name, mode, saved, trained=trained)[0])
+                    built[key] = seconds(build(package, name, mode, in_full, trained=trained)[0])
             answer = {"result": built[key]()}
         except Exception as error:  # told to the process that asked
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -306,15 +303,15 @@ def main() -> None:
         serve(options.worker)
         return
     if options.memory_of:
-        package, name, mode, saved = options.memory_of
-        print(json.dumps(memory_of(package, name, mode, bool(saved))))
+        package, name, mode, in_full = options.memory_of
+        print(json.dumps(memory_of(package, name, mode, bool(in_full))))
         return
     interpreter = os.environ.get("BITWRIGHT_PEER_PYTHON")
     script = HERE / "training.py"
-    workers = {side: Worker(sys.executable, script, "--worker", side) for side in ("float", "bitwright", SAVED)}
+    workers = {side: Worker(sys.executable, script, "--worker", side) for side in ("float", "bitwright", IN_FULL)}
     if interpreter:
         workers["peer"] = Worker(interpreter, script, "--worker", "coreai_opt")
-    evaluating = {side: worker for side, worker in workers.items() if side != SAVED}
+    evaluating = {side: worker for side, worker in workers.items() if side != IN_FULL}
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:

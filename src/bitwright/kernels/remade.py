@@ -68,6 +68,9 @@ class _Making(Substitute):
         self._made, self._versions, self._ready = made, versions_of(made), ready
         self._options = options
 
+    def _frees(self, y: torch.Tensor) -> int:
+        return 0  # a quantized weight is not kept in any case
+
     def make(self) -> torch.Tensor:
         """Quantize the weight once more."""
         weight = self._weight

@@ -22,11 +22,13 @@ from .grid import Grid
 
 __all__ = [
     "CodesOnDemand",
+    "Freed",
     "Substitute",
     "WrittenCodes",
     "is_marked",
     "mark",
     "marking",
+    "may_save_as_codes",
     "pack",
     "replace_saved",
     "saved_as_codes",
@@ -39,6 +41,19 @@ _local = threading.local()
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
+class Freed:
+    """What a ``saved_as_codes`` has saved so far.
+
+    Attributes:
+        bytes: by how much codes are smaller than the tensors in whose place they are kept.
+    """
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
 class Substitute:
     """What is kept in place of a saved tensor. Whoever marks the tensor with it sets ``version``.
 
@@ -46,15 +61,25 @@ class Substitute:
         version: the version that the tensor must have for it.
     """
 
-    __slots__ = ("_made_before", "version")
+    __slots__ = ("_is_counted", "_made_before", "version")
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
+        self._is_counted = False
         self._made_before: weakref.ref[torch.Tensor] | None = None
 
     def stands_for(self, y: torch.Tensor) -> bool:
         """Whether the tensor that was marked can still be made; False if it must be kept as it is."""
         return y._version == self.version
+
+    def count(self, y: torch.Tensor, freed: Freed) -> None:
+        """Count what is saved by it, once."""
+        if not self._is_counted:
+            self._is_counted = True
+            freed.bytes += self._frees(y)
+
+    def _frees(self, y: torch.Tensor) -> int:
+        return y.numel() * (y.itemsize - 1)
 
     def tensor(self) -> torch.Tensor:
         """The tensor again; operations that ask at the same time share it."""
@@ -235,6 +260,9 @@ def pack(saved: torch.Tensor) -> Any:
         whole = saved._base
         substitute = getattr(whole, _MARK, None)
     if substitute is not None and whole.storage_offset() == 0 and substitute.stands_for(whole):
+        freed: Freed | None = getattr(_local, "freed", None)
+        if freed is not None:
+            substitute.count(whole, freed)
         return _View(substitute, saved)
     if saved.grad_fn is None:  # no operation's result, so that it cannot hold itself
         return saved, saved._version
@@ -260,13 +288,17 @@ def _unpack(kept: _View | _Kept | tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def saved_as_codes(minimum: int = 1 << 12) -> Iterator[None]:
+def saved_as_codes(minimum: int = 1 << 12) -> Iterator[Freed]:
     """Keep what operations save of fake-quantized tensors as one byte per element.
 
     Wrap the forward pass; the backward pass may run outside. Gradients are the same bits as without.
+    ``Quantizer.training_mode`` sees to it by itself.
 
     Args:
         minimum: number of elements below which a tensor is kept as it is.
+
+    Yields:
+        What the forward passes inside save by it.
 
     Example:
         >>> layer = torch.nn.Linear(8, 8)
@@ -274,10 +306,22 @@ def saved_as_codes(minimum: int = 1 << 12) -> Iterator[None]:
         ...     loss = layer(torch.ones(2, 8)).sum()
         >>> loss.backward()
     """
-    before = getattr(_local, "minimum", None)
-    _local.minimum = minimum
+    before = getattr(_local, "minimum", None), getattr(_local, "freed", None)
+    _local.minimum, _local.freed = minimum, Freed()
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            yield
+            yield _local.freed
     finally:
-        _local.minimum = before
+        _local.minimum, _local.freed = before
+
+
+def may_save_as_codes() -> bool:
+    """Return whether ``saved_as_codes`` would do something here.
+
+    Not where no gradient is wanted, where hooks of somebody else see to what is saved, or none may be set.
+    """
+    return (
+        torch.is_grad_enabled()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller, pass_through
+from bitwright._utils.forward_scope import ForwardScope
 from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
@@ -123,7 +124,7 @@ class TracedGraphModule(fx.GraphModule):
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
+        state = _lasting(self)
         return _rebuild, (GraphRecord.of(self.graph), state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -212,11 +213,18 @@ def uncompiled_copy(module: TracedGraphModule, memo: dict[int, Any]) -> TracedGr
     twin = type(module).__new__(type(module))
     memo[id(module)] = twin
     nn.Module.__init__(twin)
-    for key, value in module.__dict__.items():
-        if key not in _REBUILT:
-            twin.__dict__[key] = copy.deepcopy(value, memo)
+    for key, value in _lasting(module).items():
+        twin.__dict__[key] = copy.deepcopy(value, memo)
     twin._set_graph(copy_graph(module.graph))
     return twin
+
+
+def _lasting(module: TracedGraphModule) -> dict[str, Any]:
+    """What a copy of a module gets: not what is set anew with its graph, nor what only runs around its forward."""
+    state = {key: value for key, value in module.__dict__.items() if key not in _REBUILT}
+    if isinstance(state.get("forward"), ForwardScope):
+        del state["forward"]
+    return state
 
 
 def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule:

@@ -1,0 +1,65 @@
+"""Forward passes in training that keep less for their backward passes, where that is worth its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright._utils.forward_scope import ForwardScope, wrap_forward
+from bitwright.kernels.dispatch import undisturbed
+from bitwright.kernels.saved import may_save_as_codes, saved_as_codes
+
+__all__ = ["SavedAsCodes", "activations_as_codes"]
+
+# What codes must free for one forward pass. They cost 10 microseconds for each tensor that is saved, whatever its size.
+_WORTHWHILE = 8 << 20
+# How many forward passes after one that was not worth it the next one is tried.
+_TRIED_AGAIN_AFTER = 100
+
+
+class SavedAsCodes(ForwardScope):
+    """Runs the forward passes of a model in training on a CPU under ``saved_as_codes``.
+
+    A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._passed_over = _TRIED_AGAIN_AFTER
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._applies():
+            return self.run(*args, **kwargs)
+        if self._passed_over < _TRIED_AGAIN_AFTER:
+            self._passed_over += 1
+            return self.run(*args, **kwargs)
+        with saved_as_codes() as freed:
+            y = self.run(*args, **kwargs)
+        if freed.bytes < _WORTHWHILE:
+            self._passed_over = 0
+        return y
+
+    def _applies(self) -> bool:
+        if not (self.module.training and may_save_as_codes() and undisturbed()):
+            return False
+        parameter = next(self.module.parameters(), None)
+        return parameter is not None and parameter.is_cpu
+
+
+@contextmanager
+def activations_as_codes(model: nn.Module) -> Iterator[None]:
+    """Let the forward passes of ``model`` run under ``saved_as_codes``, where that frees much.
+
+    Copies of the model that are made inside, other than of a graph, go on with it in training mode.
+    """
+    scope = SavedAsCodes(model)
+    undo = wrap_forward(scope)
+    try:
+        yield
+    finally:
+        if vars(model).get("forward") is scope:  # not if somebody has put something else around it
+            undo()
