@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("coreai_torch")
 
+from bitwright.export.conversion import ConversionError
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.export.operators import check_operators
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -82,6 +83,7 @@ SHAPES = {
     "an average of one channel row": lambda x, i: F.avg_pool1d(_pixels(x)[0, 0], 3, 2, 1, count_include_pad=False),
     "an average of three dimensions": lambda x, i: F.avg_pool3d(_pixels(x), 2, ceil_mode=True),
     "an adaptive average of three dimensions": lambda x, i: F.adaptive_avg_pool3d(_pixels(x), (2, 4, 5)),
+    "set back to places": lambda x, i: F.max_unpool2d(*F.max_pool2d(_pixels(x), 2, return_indices=True), 2),
     "an adaptive maximum": lambda x, i: F.adaptive_max_pool2d(_pixels(x), (4, 5)),
     "resized by a fraction": lambda x, i: F.interpolate(_pixels(x), scale_factor=1.7),
     "resized to a size": lambda x, i: F.interpolate(_pixels(x), size=(7, 14)),
@@ -165,8 +167,49 @@ def test_right_in_the_runtime(name, tmp_path):
     assert sqnr(expected, actual) > 110
 
 
-def test_indices_of_largest_values_are_refused_in_the_plan():
+POOLS = {
+    "halves": {"kernel_size": 2},
+    "overlapping, padded": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "dilated": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (1, 0), "dilation": (2, 1)},
+    "standing out": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+}
+
+
+class Places(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.layer = pool, nn.Linear(4, 4)
+
+    def forward(self, x, rows):
+        values, places = F.max_pool2d(x, return_indices=True, **self.pool)
+        return places, values, self.layer(rows)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_places_of_largest_values(name, tmp_path):
+    """With equal values, infinities and values that are no numbers."""
+    x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
+    x[0] = x[0].round()
+    x[1, 0, 2, 3] = x[1, 0, 2, 4] = x[1, 2, 0, 0] = torch.nan
+    x[1, 1, :4, :4], x[1, 1, 6, 6] = -torch.inf, torch.inf
+    example = x, torch.randn(2, 4)
+    model = Places(POOLS[name]).eval()
+    assert not check_operators(model, "coreai", example)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(example).eval()
+    places, values, _ = run_coreai(export_coreai(ready, example, tmp_path / "model.aimodel"), example)
+    expected, largest, _ = ready(*example)
+    assert torch.equal(places.long(), expected)
+    # Whatever the runtime takes for the largest where there are values that are no numbers.
+    numbers = ~largest.isnan()
+    assert torch.equal(values[numbers], largest[numbers])
+
+
+def test_places_in_pictures_of_any_size_are_refused(tmp_path):
     """coreai-torch makes up others."""
-    model = Model(lambda x, i: F.max_unpool2d(*F.max_pool2d(_pixels(x), 2, return_indices=True), 2)).eval()
-    (problem,) = check_operators(model, "coreai", (torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.int64)))
-    assert "max_pool2d_with_indices.default with its indices" in problem.message
+    example = torch.randn(2, 3, 8, 8), torch.randn(2, 4)
+    ready = Quantizer(Places(POOLS["halves"]).eval(), QuantizerConfig.presets.w8(execution_mode="eager")).prepare(
+        example
+    )
+    shapes = ({2: torch.export.Dim.DYNAMIC}, None)
+    with pytest.raises(ConversionError, match="max_pool2d_with_indices"):
+        export_coreai(ready.eval(), example, tmp_path / "model.aimodel", dynamic_shapes=shapes)

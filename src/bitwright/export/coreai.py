@@ -39,6 +39,7 @@ from .extras import require
 from .graph_edits import half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
+from .pool_places import spell_out_places
 from .signatures import drop_constants, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 
@@ -147,6 +148,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
             table |= more
             program = program.run_decompositions(table)
+    spell_out_places(program.graph_module)
     compute_beforehand(program, set(_lacking(program)).__contains__)
     lacking = _lacking(program)
     missing = places_by_operator(lacking)
