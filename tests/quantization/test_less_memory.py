@@ -230,12 +230,17 @@ def test_copies_made_in_training(mode: str) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_a_forward_of_somebody_else_stays() -> None:
-    """What is put around the forward in training is there afterwards."""
+    """What is put around the forward in training is there afterwards, and what is inside does nothing any more."""
     quantizer, model = prepared(Network(), "eager")
     with quantizer.training_mode():
         inner = model.forward
         mine = model.forward = lambda x: inner(x) * 2
+        model(batch())
+        assert model.watched.seen[-1]
     assert model.forward is mine
+    model.train()
+    model(batch())
+    assert not model.watched.seen[-1]
 
 
 @both_modes

@@ -25,10 +25,14 @@ class SavedAsCodes(ForwardScope):
     """Runs the forward passes of a model in training on a CPU under ``saved_as_codes``.
 
     A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
+
+    Attributes:
+        is_over: whether training has ended, with this scope still inside of what somebody else has put around it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        self.is_over = False
         self._passed_over = _TRIED_AGAIN_AFTER
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +48,7 @@ class SavedAsCodes(ForwardScope):
         return y
 
     def _applies(self) -> bool:
-        if not (self.module.training and may_save_as_codes() and undisturbed()):
+        if self.is_over or not (self.module.training and may_save_as_codes() and undisturbed()):
             return False
         parameter = next(self.module.parameters(), None)
         return parameter is not None and parameter.is_cpu
@@ -61,5 +65,6 @@ def activations_as_codes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        scope.is_over = True
         if vars(model).get("forward") is scope:  # not if somebody has put something else around it
             undo()
