@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
+from .coreai_convolutions import transposed_in_pictures
 from .lacking import LACKING, equal_windows, log_of_sum
 
 __all__ = ["RIGHT_IN_COREAI"]
@@ -440,6 +441,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.view.default: _view,
     _aten._adaptive_avg_pool2d.default: _average_of_overlapping_windows,
     # not translated
+    _aten.convolution.default: transposed_in_pictures,
     _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,
     _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
