@@ -323,3 +323,29 @@ def test_what_is_added_to_all_rows_in_order_is_added(rows, tmp_path):
     _, ready = prepared(model, x, W8, None)
     for expected, found in zip(ready(x), run_onnx(_exported(ready, x, tmp_path), (x,)), strict=True):
         assert sqnr(expected, found) > 110
+
+
+class BlocksOnDiagonal(nn.Module):
+    """A matrix for each head, with biases, as in recurrent blocks of language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 8, 8) / 3), nn.Parameter(torch.randn(4, 1, 8))
+
+    def forward(self, x):
+        heads = self.layer(x).reshape(-1, 4, 8).permute(1, 0, 2)
+        return torch.baddbmm(self.bias, heads, self.weight).permute(1, 0, 2).reshape(-1, 32)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_batch_of_matrices_with_a_scale_for_each_output_is_kept_from_the_integer_kernel(mode, tmp_path):
+    """ONNX Runtime's takes one scale for them, and ends when it runs."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 32)
+    quantizer = Quantizer(BlocksOnDiagonal().eval(), QuantizerConfig.presets.w8a8(execution_mode=mode))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        ready(x)
+    (actual,) = run_onnx(_exported(ready, x, tmp_path), (x,))
+    assert sqnr(ready(x).detach(), actual) > ENOUGH_DB

@@ -140,7 +140,7 @@ def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:
 
 
 def fits_integer_kernel(weight: Any, user: Any) -> bool:
-    """Whether an integer kernel takes a weight: 8-bit codes with one scale, or one for each output of the kernel.
+    """Whether an integer kernel takes a weight: 8-bit codes with one scale, or a matrix with one for each output.
 
     Args:
         weight: the ``DequantizeLinear`` of the weight.
@@ -153,6 +153,8 @@ def fits_integer_kernel(weight: Any, user: Any) -> bool:
         return True
     transposed = user.op_type == "Gemm" and "transB" in user.attributes and user.attributes["transB"].value
     rank = len(codes.shape)
+    if user.op_type == "MatMul" and rank != 2:
+        return False  # of a batch of matrices it takes one scale only
     outputs = 0 if user.op_type == "Conv" or transposed else rank - 1
     axis = weight.attributes["axis"].value if "axis" in weight.attributes else 1
     if axis % rank != outputs:
