@@ -10,10 +10,8 @@ from torch import nn
 
 pytest.importorskip("executorch.exir")
 
-from bitwright.export.capabilities import check_plan
 from bitwright.export.conversion import ConversionError
 from bitwright.export.executorch import export_executorch, run_executorch
-from bitwright.planning import Severity
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerTokenGranularity
 from tests.measures import sqnr
@@ -395,22 +393,6 @@ def test_int8_weights_with_a_bias_beside_floats_run_in_xnnpack(tmp_path):
     assert sqnr(ready(x), found) > 110
     assert path.stat().st_size < 1.3 * 2 * 256 * 256
     assert b"aten::addmm" not in path.read_bytes()
-
-
-@pytest.mark.parametrize("kind", [nn.Conv3d, nn.ConvTranspose3d])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_convolutions_in_three_dimensions_are_refused(kind, mode, tmp_path):
-    """While planning, and before a file is written: its runtime has no kernel for them."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(kind(4, 8, 2), nn.ReLU()).eval(), torch.randn(1, 4, 5, 5, 5)
-    module = ModuleQuantizerConfig(op_state_spec={"weight": W8}, op_input_spec=None, op_output_spec=None)
-    quantizer = Quantizer(model, QuantizerConfig(global_config=module, execution_mode=mode))
-    problems = check_plan(quantizer.plan((x,)), "executorch")
-    assert [problem.severity for problem in problems] == [Severity.ERROR]
-    ready = quantizer.prepare((x,))
-    with pytest.raises(ConversionError, match=r"three dimensions: conv"):
-        export_executorch(ready, (x,), tmp_path / "m.pte")
-    assert not (tmp_path / "m.pte").exists()
 
 
 def test_damaged_files_and_wrong_inputs_are_named(tmp_path):

@@ -184,8 +184,6 @@ def _coreml_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
 def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
     from .executorch.weights import fits_int8, stays_int8
 
-    if len(tensor.shape) > 4:
-        return Support(Form.REFUSED, "ExecuTorch has no kernels for convolutions in three dimensions")
     if stays_int8(tensor):
         return Support(Form.PACKED)
     if fits_int8(tensor):

@@ -37,7 +37,6 @@ from bitwright.export.sorts import spell_out_sorts
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
 from .graph import (
-    check_convolutions,
     dequantize_for_each_reader,
     dequantize_in_floats,
     drop_identities,
@@ -52,6 +51,8 @@ from .graph import (
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .runtime import check, largest_inputs, load
+from .volume_pools import VOLUME_POOLS
+from .volumes import flatten_convolutions
 from .weights import dense_weight, int8_weight
 
 __all__ = ["check_executorch_operators", "export_executorch"]
@@ -61,7 +62,7 @@ _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], 
 _aten = torch.ops.aten
 _KERNELS = (_aten.cdist.default, _aten._cdist_forward.default, _aten.cross_entropy_loss.default)
 """What ExecuTorch does not lack of what other converters lack."""
-_LACKING = {op: made for op, made in {**LACKING, **LACKING_BASICS}.items() if op not in _KERNELS}
+_LACKING = {op: made for op, made in {**LACKING, **LACKING_BASICS, **VOLUME_POOLS}.items() if op not in _KERNELS}
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def export_executorch(
     Raises:
         MissingExtraError: ExecuTorch is not installed.
         ValueError: an activation has no form there, or a dynamic dimension has no largest size.
-        ConversionError: torch.export or ExecuTorch cannot take the model, or it convolves in three dimensions.
+        ConversionError: torch.export or ExecuTorch cannot take the model, or it convolves in three dimensions
+            whose depth is dynamic.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     _require_executorch()
@@ -159,7 +161,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     program = without_lacking(program, _LACKING) or program
     drop_constants(program)
     compute_beforehand(program, _lacks)
-    check_convolutions(program.graph_module)
+    flatten_convolutions(program)
     spell_out_experts(program.graph_module)
     slices_for_splits(program.graph_module)
     sum_in_float32(program.graph_module)

@@ -11,14 +11,13 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from bitwright.export.constants import add_constant
-from bitwright.export.conversion import ConversionError, module_path
 from bitwright.export.graph_edits import argument, call, replace
-from bitwright.planning import Problem, Severity
 
 __all__ = [
     "DEQUANTIZE",
     "DEQUANTIZE_CHANNELS",
-    "check_convolutions",
+    "FUSED",
+    "QUANTIZE",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
     "drop_identities",
@@ -34,9 +33,9 @@ __all__ = [
 ]
 
 DEQUANTIZE, DEQUANTIZE_CHANNELS = (f"quantized_decomposed::dequantize_per_{what}" for what in ("tensor", "channel"))
-_QUANTIZE = "quantized_decomposed::quantize_per_tensor"
+QUANTIZE = "quantized_decomposed::quantize_per_tensor"
 _LAYERS = ("aten::linear", "aten::conv", "aten::addmm", "aten::mm")
-_FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
+FUSED = ("aten::relu", "aten::hardtanh", "aten::batch_norm", "aten::_native_batch_norm")
 """Ops that XNNPACK does in the layer in front of them."""
 _MOVES = tuple(
     f"aten::{name}"
@@ -46,23 +45,6 @@ _SPLITS = tuple(f"aten::{name}" for name in ("split", "chunk", "tensor_split", "
 _CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
-
-
-def check_convolutions(module: fx.GraphModule) -> None:
-    """Refuse what no kernel of ExecuTorch computes.
-
-    Raises:
-        ConversionError: the model convolves in three dimensions; with a problem for each convolution.
-    """
-    nodes = [node for node in module.graph.nodes if op_name(node).startswith("aten::conv")]
-    solid = [node for node in nodes if node.args[1].meta["val"].ndim > 4]
-    if solid:
-        message = (
-            f"ExecuTorch has no kernels for convolutions in three dimensions: {', '.join(map(str, solid))}. Its "
-            "runtime would refuse the file with error 0x12; export the model without these layers."
-        )
-        places = [module_path(node) or "the model itself" for node in solid]
-        raise ConversionError(message, tuple(Problem("target", place, message, Severity.ERROR) for place in places))
 
 
 def spell_out_gelu(module: fx.GraphModule) -> None:
@@ -290,14 +272,14 @@ def has_scales_of_inputs(node: fx.Node) -> bool:
 def _is_quantized_at_once(node: fx.Node) -> bool:
     """Whether all readers of a layer quantize its output, behind what XNNPACK fuses with it."""
     readers = list(node.users)
-    if len(readers) == 1 and op_name(readers[0]).startswith(_FUSED):
+    if len(readers) == 1 and op_name(readers[0]).startswith(FUSED):
         return _is_quantized_at_once(readers[0])
-    return all(op_name(reader) == _QUANTIZE for reader in readers)
+    return all(op_name(reader) == QUANTIZE for reader in readers)
 
 
 def _has_two_scales(reader: fx.Node) -> bool:
     """Whether what an op moves is quantized by other parameters in front of it and behind it, or by none."""
-    name, behind = op_name(reader), [_parameters(user, _QUANTIZE) for user in reader.users]
+    name, behind = op_name(reader), [_parameters(user, QUANTIZE) for user in reader.users]
     in_front = {_parameters(node, DEQUANTIZE) for node in reader.all_input_nodes}
     if name.startswith(_MOVES):
         behind = [parameters for parameters in behind if parameters is not None]
