@@ -7,13 +7,15 @@ does. Codes are moved as codes, so that int8 layers stay int8 layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 
 from bitwright.export.constants import compute_beforehand, remove_constant
@@ -49,7 +51,7 @@ def flatten_convolutions(program: ExportedProgram) -> None:
     for node in nodes:
         layer = _Convolution.of(node)
         read.update(layer.weight.all_input_nodes, [layer.weight])
-        with graph.inserting_before(node), enable_python_dispatcher():  # its padding keeps sizes dynamic
+        with graph.inserting_before(node), _sizes_kept(node):
             moved = layer.weight_and_its_parts()
             weights.update(moved[1:])
             images = layer.convolved(layer.slices(), moved[0])
@@ -239,6 +241,18 @@ def _with_what_is_fused(node: fx.Node, images: fx.Node) -> tuple[fx.Node, fx.Nod
         if ends:
             break
     return node, images
+
+
+@contextlib.contextmanager
+def _sizes_kept(node: fx.Node) -> Iterator[None]:
+    """Let no operator narrow the sizes of a program that is dynamic.
+
+    Padding in C++ reads them as numbers, and convolutions ask whether they are given fewer than 16 images.
+    """
+    mode = detect_fake_mode(_value(node))
+    env = None if mode is None else mode.shape_env
+    with enable_python_dispatcher(), contextlib.nullcontext() if env is None else env.suppress_guards():
+        yield
 
 
 def _refuse_dynamic_depth(nodes: Sequence[fx.Node]) -> None:
