@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from .graph_edits import half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
 from .pool_places import spell_out_places
-from .signatures import drop_constants, refuse_numbers, tensors_apart
+from .signatures import drop_constants, forget_written_parameters, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 
 __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
@@ -160,12 +161,43 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     refuse_missing("coreai-torch", missing)
     refuse_numbers(program, "coreai-torch")
     tensors_apart(program)
+    _tell_of_states(program)
     give_parameters(program.graph)
     keep_casts(program.graph)
     _widen_halves(program.graph_module)
     keep_products_apart(program.graph)
     program.graph_module.recompile()
     return program
+
+
+def _tell_of_states(program: torch.export.ExportedProgram) -> None:
+    """Warn of what a file does not keep of tensors that the model writes to."""
+    if parameters := forget_written_parameters(program):
+        warnings.warn(
+            f"The model writes to its parameters {', '.join(parameters)} when it is called. In the file each call "
+            "begins with the parameters as they are now.",
+            UserWarning,
+            stacklevel=2,
+        )
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    begun = [name for name, buffer in signature.inputs_to_buffers.items()
+             if buffer in written and bool(_stored(program, buffer).any())]  # fmt: skip
+    if begun:
+        warnings.warn(
+            f"The states {', '.join(begun)} of the model do not begin with zeros, and a Core AI file holds no values "
+            "of states: pass them with the first call, such as run_coreai(path, inputs, states={...}).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _stored(program: torch.export.ExportedProgram, buffer: str) -> torch.Tensor:
+    stored: Any = program.state_dict.get(buffer)
+    if stored is None:
+        stored = program.constants[buffer]
+    values: torch.Tensor = stored
+    return values
 
 
 def _widen_halves(module: torch.fx.GraphModule) -> None:
@@ -241,38 +273,67 @@ def _name_palettes(program: torch.export.ExportedProgram) -> None:
                 named.add(operand)
 
 
-def run_coreai(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_coreai(
+    path: str | Path, inputs: Sequence[torch.Tensor], states: dict[str, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Run a Core AI model once in the Core AI runtime.
 
     Args:
         path: the ``.aimodel`` folder.
         inputs: tensors in the order of the model's inputs.
+        states: what the model keeps from call to call, such as a cache, by the file's names; holds the new values
+            afterwards, for the next call. What is not in it begins with zeros.
 
     Returns:
         The outputs in the model's order.
 
     Raises:
         MissingExtraError: the coreai extra is not installed.
+        ValueError: the model has no state of a name.
         ConversionError: the runtime refuses the model, as it does with some operators on bfloat16.
     """
     require("coreai.runtime", "coreai", "Running Core AI models")
     # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
     with converting("The Core AI runtime", _UNABLE), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, _run(Path(path), inputs)).result()
+        outputs, kept = pool.submit(asyncio.run, _run(Path(path), inputs, states or {})).result()
+    unknown = set(states or {}) - set(kept)
+    if unknown:
+        raise ValueError(f"The model has no states {sorted(unknown)}; it has {sorted(kept)}.")
+    if states is not None:
+        states.update(kept)
+    return outputs
 
 
-async def _run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+async def _run(
+    path: Path, inputs: Sequence[torch.Tensor], states: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Outputs, and the states by name."""
     authoring = require("coreai.authoring", "coreai", "Running Core AI models")
     array = require("coreai.runtime", "coreai", "Running Core AI models").NDArray
     async with authoring.AIModelAsset.load(path).executable() as loaded:
         function = loaded.load_function("main")
-        names = function.desc.input_names
+        described = function.desc
+        kept = {
+            name: array(_begun(described.state_descriptor(name), states.get(name))) for name in described.state_names
+        }
         outputs = await function(
-            inputs={name: array(_narrow(value)) for name, value in zip(names, inputs, strict=True)}
+            inputs={name: array(_narrow(value)) for name, value in zip(described.input_names, inputs, strict=True)},
+            state=kept,
         )
         # What the runtime returns is in no order.
-        arrays = [outputs[name]._tensor for name in function.desc.output_names]
-        return [torch.utils.dlpack.from_dlpack(array.to_dlpack()).clone() for array in arrays]
+        found = [_of_array(outputs[name]) for name in described.output_names]
+        return found, {name: _of_array(value) for name, value in kept.items()}
+
+
+def _begun(described: Any, value: torch.Tensor | None) -> torch.Tensor:
+    """A state before a call."""
+    if value is not None:
+        return _narrow(value)
+    return torch.zeros(list(described.shape), dtype=getattr(torch, described.dtype))
+
+
+def _of_array(array: Any) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(array._tensor.to_dlpack()).clone()
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

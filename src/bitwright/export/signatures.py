@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from bitwright.planning import Problem, Severity
@@ -17,7 +17,14 @@ from bitwright.planning import Problem, Severity
 from .conversion import ConversionError
 from .graph_edits import call
 
-__all__ = ["drop_constants", "only_tensors", "refuse_numbers", "tensors_apart", "written_tensors"]
+__all__ = [
+    "drop_constants",
+    "forget_written_parameters",
+    "only_tensors",
+    "refuse_numbers",
+    "tensors_apart",
+    "written_tensors",
+]
 
 
 def refuse_numbers(program: torch.export.ExportedProgram, converter: str) -> None:
@@ -136,6 +143,24 @@ def tensors_apart(program: torch.export.ExportedProgram) -> None:
         specs.append(dataclasses.replace(spec, arg=TensorArgument(same.name)) if again else spec)
     output.args = (tuple(kept),)
     signature.output_specs[:] = specs
+
+
+def forget_written_parameters(program: torch.export.ExportedProgram) -> list[str]:
+    """Let each call of a program begin with the parameters that it has, in place; what it writes to them ends with it.
+
+    Args:
+        program: whose signature then has fewer outputs.
+
+    Returns:
+        The names of the parameters that it writes to.
+    """
+    output, signature = program.graph.output_node(), program.graph_signature
+    pairs = list(zip(_outputs(program), signature.output_specs, strict=True))
+    written = [str(spec.target) for _, spec in pairs if spec.kind == OutputKind.PARAMETER_MUTATION]
+    pairs = [(value, spec) for value, spec in pairs if spec.kind != OutputKind.PARAMETER_MUTATION]
+    output.args = (tuple(value for value, _ in pairs),)
+    signature.output_specs[:] = [spec for _, spec in pairs]
+    return written
 
 
 def _outputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
