@@ -15,7 +15,8 @@ medians.
   ``"peak memory, no thread cache"``, ``"peak memory in use"`` or ``"frozen evaluation"``), ``model``, ``mode``;
   ``over_float`` by side (``bitwright``, ``bitwright, tensors in full``, ``peer``) and ``over_float_allowed``; and
   ``seconds`` by side, or ``bytes`` by side: ``peak`` growth of the resident set, and what would be ``saved`` for the
-  backward pass if nothing were kept as codes.
+  backward pass if nothing were kept as codes. Files from before codes became the rule call the sides ``bitwright``
+  (tensors in full) and ``bitwright, saved as codes``.
 
 ``gpu.json`` holds the rows of a GPU under ``fake quantization`` and ``training steps``: of the former kind without
 ``threads``, and of the latter with ``precision``; ``bytes`` are what torch had allocated at most.
