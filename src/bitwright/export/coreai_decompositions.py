@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from .coreai_convolutions import transposed_in_pictures
+from .dimensions import for_each_dimension
 from .lacking import LACKING, equal_windows, log_of_sum
 
 __all__ = ["RIGHT_IN_COREAI"]
@@ -206,7 +207,7 @@ def _average_pool(op: Any, dims: int) -> Callable[..., Any]:
         count_include_pad: bool = True,
         divisor: int | None = None,
     ) -> Any:
-        kernel, steps, padding = (list(given) * (dims // len(given)) for given in (kernel, stride or kernel, padding))
+        kernel, steps, padding = (for_each_dimension(given, dims) for given in (kernel, stride or kernel, padding))
         if x.dim() == dims + 1:
             return op(x[None], kernel, steps, padding, ceil_mode, count_include_pad, divisor)[0]
         if stride and not ceil_mode and (count_include_pad or not any(padding)):

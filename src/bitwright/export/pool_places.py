@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from .dimensions import for_each_dimension
 from .graph_edits import argument, call, replace
 
 __all__ = ["spell_out_places"]
 
 _aten = torch.ops.aten
+_WINDOW = ("kernel_size", "stride", "padding", "dilation")
 
 
 def spell_out_places(module: fx.GraphModule) -> None:
@@ -32,20 +34,15 @@ def spell_out_places(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _pair(numbers: Sequence[int] | int) -> tuple[int, int]:
-    """Height and width of what is given as one number, or two."""
-    given = [numbers] if isinstance(numbers, int) else list(numbers)
-    return given[0], given[-1]
-
-
 def _places(graph: fx.Graph, pool: fx.Node, counts: Sequence[int]) -> fx.Node:
     """The number of each result in its picture."""
     x: fx.Node = argument(pool, "self")
     height, width = x.meta["val"].shape[-2:]
-    sizes = _pair(argument(pool, "kernel_size"))
-    steps = _pair(argument(pool, "stride") or sizes)
-    paddings, dilations = _pair(argument(pool, "padding")), _pair(argument(pool, "dilation"))
-    parts = list(zip((height, width), counts, sizes, steps, paddings, dilations, strict=True))
+    kernel, stride, padding, dilation = (argument(pool, name) for name in _WINDOW)
+    sizes, steps, paddings, gaps = (
+        for_each_dimension(given, 2) for given in (kernel, stride or kernel, padding, dilation)
+    )
+    parts = list(zip((height, width), counts, sizes, steps, paddings, gaps, strict=True))
     behind = [(n - 1) * step + (k - 1) * gap + 1 - size - before for size, n, k, step, before, gap in parts]
     lowest = torch.finfo(x.meta["val"].dtype).min
     padded = call(graph, _aten.clamp.default, x, lowest)  # so that every value of the picture is above the padding

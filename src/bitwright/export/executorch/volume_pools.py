@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwright.export.dimensions import for_each_dimension
+
 __all__ = ["VOLUME_POOLS"]
 
 _aten = torch.ops.aten
@@ -68,7 +70,7 @@ def _one_after_the_other(x: Tensor, pool: Callable[[Tensor, slice], Tensor]) -> 
 
 def _sizes(numbers: Sequence[int], dims: slice, none: int) -> list[int]:
     """Numbers for two dimensions: for height and width, or for depth and one in which ``none`` changes nothing."""
-    chosen = (list(numbers) * (3 // len(numbers)))[dims]
+    chosen = for_each_dimension(numbers, 3)[dims]
     return chosen if len(chosen) == 2 else [*chosen, none]
 
 

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from bitwright.export.constants import compute_beforehand, remove_constant
 from bitwright.export.conversion import ConversionError, module_path
+from bitwright.export.dimensions import for_each_dimension
 from bitwright.export.graph_edits import argument, call, replace
 from bitwright.planning import Problem, Severity
 
@@ -99,18 +100,18 @@ class _Convolution:
         """Read the arguments of a call."""
         named = node.target in (_aten.conv3d.default, _aten.conv3d.padding)
         whole = node.target is _aten.convolution.default
-        weight, dilation = argument(node, "weight"), _three(argument(node, "dilation"))
+        weight, dilation = argument(node, "weight"), for_each_dimension(argument(node, "dilation"), 3)
         return cls(
             graph=node.graph,
             x=argument(node, "input"),
             weight=weight,
             bias=argument(node, "bias"),
-            stride=_three(argument(node, "stride")),
+            stride=for_each_dimension(argument(node, "stride"), 3),
             around=_around(argument(node, "padding"), _value(weight).shape[2:], dilation),
             dilation=dilation,
             groups=argument(node, "groups"),
             transposed=argument(node, "transposed") if whole else not named,
-            output_padding=[0] * 3 if named else _three(argument(node, "output_padding")),
+            output_padding=[0] * 3 if named else for_each_dimension(argument(node, "output_padding"), 3),
         )
 
     @property
@@ -280,14 +281,9 @@ def _drop_unread_states(program: ExportedProgram, candidates: set[fx.Node]) -> N
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
     """Zeros before and behind each dimension, of padding in numbers or in words."""
     if not isinstance(padding, str):
-        return [(length, length) for length in _three(padding)]
+        return [(length, length) for length in for_each_dimension(padding, 3)]
     reaches = [step * (size - 1) if padding == "same" else 0 for size, step in zip(kernel, dilation, strict=True)]
     return [(reach // 2, reach - reach // 2) for reach in reaches]
-
-
-def _three(numbers: Any) -> list[int]:
-    given = [numbers] if isinstance(numbers, int) else list(numbers)
-    return given * (3 // len(given))
 
 
 def _holds_zero(dequantize: fx.Node) -> bool:
