@@ -25,6 +25,7 @@ __all__ = [
     "Freed",
     "Substitute",
     "WrittenCodes",
+    "hooked_by_others",
     "is_marked",
     "mark",
     "marking",
@@ -32,11 +33,14 @@ __all__ = [
     "pack",
     "replace_saved",
     "saved_as_codes",
+    "saved_tensor_hooks",
     "versions_of",
 ]
 
 _MARK = "_bitwright_codes"
 _local = threading.local()
+#: The hooks that are in force for saved tensors, called with True; None if there are none.
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -315,6 +319,12 @@ def saved_as_codes(minimum: int = 1 << 12) -> Iterator[Freed]:
         _local.minimum, _local.freed = before
 
 
+def hooked_by_others() -> bool:
+    """Return whether hooks of somebody else are in force for saved tensors, such as those of a checkpoint."""
+    hooks = saved_tensor_hooks(True)
+    return hooks is not None and hooks[0] is not pack
+
+
 def may_save_as_codes() -> bool:
     """Return whether ``saved_as_codes`` would do something here.
 
@@ -322,6 +332,6 @@ def may_save_as_codes() -> bool:
     """
     return (
         torch.is_grad_enabled()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and saved_tensor_hooks(True) is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     )

@@ -10,13 +10,12 @@ from torch import fx
 from bitwright._utils.direct_calls import DirectlyCalled
 from bitwright.kernels.dispatch import undisturbed
 from bitwright.kernels.many import quantized_small
-from bitwright.kernels.saved import pack
+from bitwright.kernels.saved import hooked_by_others
 
 __all__ = ["SmallWeights", "weights_simulated_once"]
 
 _grad_enabled = torch.is_grad_enabled
 _backward_task = torch._C._current_graph_task_id
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def weights_simulated_once(graph: fx.Graph) -> dict[str, str]:
@@ -71,10 +70,9 @@ class SmallWeights:
         """
         if not (model.training or _grad_enabled()):  # weights are kept quantized
             return {}
-        hooks = _saved_tensor_hooks(True)
         # Both passes of gradient checkpointing must save the same tensors. Where processes exchange gradients they wait
         # for each of them, and these come together.
-        repeated = _backward_task() != -1 or not (hooks is None or hooks[0] is pack)
+        repeated = _backward_task() != -1 or hooked_by_others()
         if repeated or not undisturbed() or _is_distributed():
             return {}
         modules = model._modules

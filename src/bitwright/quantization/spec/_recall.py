@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from bitwright.kernels.saved import pack
+from bitwright.kernels.saved import hooked_by_others
 
 from ._calculator_base import QParams
 
-__all__ = ["Recall", "saved_tensor_hooks", "will_be_repeated"]
+__all__ = ["Recall", "will_be_repeated"]
 
 _CALLS = 128
-saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def will_be_repeated(training: bool, several: bool) -> bool:
@@ -34,10 +33,7 @@ def will_be_repeated(training: bool, several: bool) -> bool:
         training: whether the module is in training mode.
         several: whether several tensors of one forward pass through the simulator.
     """
-    hooks = saved_tensor_hooks(True)
-    if hooks is not None and hooks[0] is not pack:
-        return True
-    return several and training and not torch.is_grad_enabled()
+    return hooked_by_others() or (several and training and not torch.is_grad_enabled())
 
 
 class _Call:

@@ -19,9 +19,10 @@ from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, un
 from bitwright.kernels.layout import SMALL, dense
 from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
+from bitwright.kernels.saved import saved_tensor_hooks
 
 from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
-from ._recall import saved_tensor_hooks, will_be_repeated
+from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory, watch
 from .granularity import PerTensorGranularity
 
