@@ -209,8 +209,8 @@ def test_an_error_in_the_forward_pass_leaves_no_hooks(mode: str) -> None:
 
 @both_modes
 @pytest.mark.usefixtures("always")
-def test_copies_made_in_training(mode: str) -> None:
-    """A copy and a pickle train and evaluate; the model itself is as it was when training ends."""
+def test_copies_made_in_training(mode: str, freed: list[saved.Freed]) -> None:
+    """A copy and a pickle train and evaluate, in full; the model itself is as it was when training ends."""
     quantizer, model = prepared(Network(), mode)
     before = dict(vars(model))
     with quantizer.training_mode():
@@ -224,6 +224,7 @@ def test_copies_made_in_training(mode: str) -> None:
             result = other(batch())
             assert torch.equal(result, expected)
             result.sum().backward()
+            assert len(freed) == 1  # by the model itself
     assert vars(model).get("forward") is before.get("forward")
     assert quantizer.finalize(twin, backend="_torch")(batch()).shape == expected.shape
 

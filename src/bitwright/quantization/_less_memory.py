@@ -27,7 +27,8 @@ class SavedAsCodes(ForwardScope):
     A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
 
     Attributes:
-        is_over: whether training has ended, with this scope still inside of what somebody else has put around it.
+        is_over: whether it does nothing any more: training has ended, with this scope still inside of what somebody
+            else has put around it, or it belongs to a copy of the model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,16 +37,20 @@ class SavedAsCodes(ForwardScope):
         self._passed_over = _TRIED_AGAIN_AFTER
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._applies():
-            return self.run(*args, **kwargs)
-        if self._passed_over < _TRIED_AGAIN_AFTER:
-            self._passed_over += 1
+        if torch.compiler.is_compiling() or not (self._applies() and self._is_worth_trying()):
             return self.run(*args, **kwargs)
         with saved_as_codes() as freed:
             y = self.run(*args, **kwargs)
         if freed.bytes < _WORTHWHILE:
             self._passed_over = 0
         return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"is_over": True}
+
+    def _is_worth_trying(self) -> bool:
+        self._passed_over += 1
+        return self._passed_over > _TRIED_AGAIN_AFTER
 
     def _applies(self) -> bool:
         if self.is_over or not (self.module.training and may_save_as_codes() and undisturbed()):
@@ -56,10 +61,7 @@ class SavedAsCodes(ForwardScope):
 
 @contextmanager
 def activations_as_codes(model: nn.Module) -> Iterator[None]:
-    """Let the forward passes of ``model`` run under ``saved_as_codes``, where that frees much.
-
-    Copies of the model that are made inside, other than of a graph, go on with it in training mode.
-    """
+    """Run the forward passes of ``model``, but not of copies of it, under ``saved_as_codes`` where that frees much."""
     scope = SavedAsCodes(model)
     undo = wrap_forward(scope)
     try:
