@@ -72,8 +72,9 @@ def test_states_that_do_not_begin_with_zeros(mode, tmp_path):
     (actual,) = run_coreai(path, (x,), states)
     with torch.no_grad():
         assert sqnr(ready(x), actual) > 100
-    with pytest.raises(ValueError, match="no states"):
-        run_coreai(path, (x,), {"others": calls.detach()})
+    for wrong in ({"others": calls.detach()}, {name: torch.zeros(3)}):
+        with pytest.raises(ValueError, match=rf"{name}.*\(8,\).*given"):
+            run_coreai(path, (x,), wrong)
 
 
 @both_modes

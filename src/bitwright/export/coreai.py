@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch import nn
 from torch._decomp import decomposition_table
 
@@ -34,6 +31,7 @@ from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
+from .coreai_runtime import run_coreai
 from .devices import all_on_cpu
 from .experts import spell_out_experts
 from .extras import require
@@ -48,7 +46,6 @@ __all__ = ["check_coreai_operators", "export_coreai", "run_coreai"]
 
 _REMOVED = ("aten._assert_", "aten.sym_constrain_range")
 """Operators that coreai-torch takes out before it converts."""
-_UNABLE = "It lacks a kernel for these shapes or types: write the float model with other operators or in float32."
 _LARGE = 4096
 """Float tensors of as many elements are weights, whose values decide nothing in a conversion."""
 
@@ -271,72 +268,3 @@ def _name_palettes(program: torch.export.ExportedProgram) -> None:
                 operand._rename(f"palette_{len(named)}_{name}")
                 argument.name = operand.target = operand.name
                 named.add(operand)
-
-
-def run_coreai(
-    path: str | Path, inputs: Sequence[torch.Tensor], states: dict[str, torch.Tensor] | None = None
-) -> list[torch.Tensor]:
-    """Run a Core AI model once in the Core AI runtime.
-
-    Args:
-        path: the ``.aimodel`` folder.
-        inputs: tensors in the order of the model's inputs.
-        states: what the model keeps from call to call, such as a cache, by the file's names; holds the new values
-            afterwards, for the next call. What is not in it begins with zeros.
-
-    Returns:
-        The outputs in the model's order.
-
-    Raises:
-        MissingExtraError: the coreai extra is not installed.
-        ValueError: the model has no state of a name.
-        ConversionError: the runtime refuses the model, as it does with some operators on bfloat16.
-    """
-    require("coreai.runtime", "coreai", "Running Core AI models")
-    # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
-    with converting("The Core AI runtime", _UNABLE), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        outputs, kept = pool.submit(asyncio.run, _run(Path(path), inputs, states or {})).result()
-    unknown = set(states or {}) - set(kept)
-    if unknown:
-        raise ValueError(f"The model has no states {sorted(unknown)}; it has {sorted(kept)}.")
-    if states is not None:
-        states.update(kept)
-    return outputs
-
-
-async def _run(
-    path: Path, inputs: Sequence[torch.Tensor], states: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs, and the states by name."""
-    authoring = require("coreai.authoring", "coreai", "Running Core AI models")
-    array = require("coreai.runtime", "coreai", "Running Core AI models").NDArray
-    async with authoring.AIModelAsset.load(path).executable() as loaded:
-        function = loaded.load_function("main")
-        described = function.desc
-        kept = {
-            name: array(_begun(described.state_descriptor(name), states.get(name))) for name in described.state_names
-        }
-        outputs = await function(
-            inputs={name: array(_narrow(value)) for name, value in zip(described.input_names, inputs, strict=True)},
-            state=kept,
-        )
-        # What the runtime returns is in no order.
-        found = [_of_array(outputs[name]) for name in described.output_names]
-        return found, {name: _of_array(value) for name, value in kept.items()}
-
-
-def _begun(described: Any, value: torch.Tensor | None) -> torch.Tensor:
-    """A state before a call."""
-    if value is not None:
-        return _narrow(value)
-    return torch.zeros(list(described.shape), dtype=getattr(torch, described.dtype))
-
-
-def _of_array(array: Any) -> torch.Tensor:
-    return torch.utils.dlpack.from_dlpack(array._tensor.to_dlpack()).clone()
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of a type that Core AI has: its numbers go up to 32 bits."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.to({torch.int64: torch.int32, torch.float64: torch.float32}.get(tensor.dtype, tensor.dtype))
