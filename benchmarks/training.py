@@ -144,7 +144,8 @@ def build(
         model = quantizer.prepare((x,))
         with quantizer.calibration_mode(), torch.no_grad():
             model(x)
-        training.enter_context(quantizer.training_mode(**{"save_as_codes": False} if in_full else {}))
+        options = {"save_as_codes": False} if in_full else {}  # which coreai-opt does not have
+        training.enter_context(quantizer.training_mode(**options))
     learn = learning(model, x, y)
 
     def step(_: contextlib.ExitStack = training) -> None:  # which ends when nobody holds it
