@@ -28,6 +28,7 @@ from bitwright.program.dynamic_marks import inputs_unmarked
 
 from .kernels import check_kernels
 from .optimizer import exact_constants
+from .torchlib import registry_kept, torchs_registry
 from .translations import translations
 
 __all__ = ["MIN_OPSET", "check_onnx_operators", "traced"]
@@ -68,7 +69,13 @@ def traced(
         # torch.onnx takes a dictionary that comes last for keyword inputs
         return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
     try:
-        with converting("torch.onnx.export", remedy), _quiet(), exact_constants(), inputs_unmarked(args, kwargs):
+        with (
+            converting("torch.onnx.export", remedy),
+            _quiet(),
+            exact_constants(),
+            registry_kept(),
+            inputs_unmarked(args, kwargs),
+        ):
             program: Any = torch.onnx.export(
                 model,
                 args,
@@ -145,12 +152,11 @@ def check_onnx_operators(program: torch.export.ExportedProgram) -> None:
 def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
     """Calls of PyTorch's operators that torch.onnx has no function for."""
     private = "torch.onnx._internal.exporter"
-    registration, dispatching, passes = (
-        require(f"{private}.{name}", "onnx", "Export to ONNX")
-        for name in ("_registration", "_dispatching", "_fx_passes")
+    dispatching, passes = (
+        require(f"{private}.{name}", "onnx", "Export to ONNX") for name in ("_dispatching", "_fx_passes")
     )
     with converting("torch.export"), _quiet():
-        registry = registration.ONNXRegistry.from_torchlib()
+        registry = torchs_registry(None)
         graph = passes.remove_assertion_nodes(passes.decompose_with_registry(program, registry).graph_module).graph
     return [
         node
