@@ -27,8 +27,8 @@ more = settings(max_examples=int(os.environ.get("BITWRIGHT_EXAMPLES", "100")), d
 
 
 @more
-@given(case=cases(), other=st.booleans())
-def test_prepared_fake_quantization(case: Case, other: bool) -> None:
+@given(case=cases(), other=st.booleans(), made_by_an_operation=st.booleans())
+def test_prepared_fake_quantization(case: Case, other: bool, made_by_an_operation: bool) -> None:
     """Output and gradient of a prepared call, for the tensor it was prepared for and for another of its shape."""
     x = case.x.contiguous()
     low, high = reference.min_max(x, case.block_size)
@@ -41,7 +41,7 @@ def test_prepared_fake_quantization(case: Case, other: bool) -> None:
         call.run_with_gradient,
     ):
         leaf = given_x.detach().clone().requires_grad_()
-        y = run(leaf)
+        y = run(leaf.clone() if made_by_an_operation else leaf)
         y.backward(case.gradient)
         results.append((y.detach(), leaf.grad))
     for expected, mine in zip(*results, strict=True):

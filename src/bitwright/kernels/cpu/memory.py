@@ -35,6 +35,7 @@ from bitwright.kernels.ownership import is_forgotten, owns_memory
 
 __all__ = [
     "LARGE",
+    "backward_goes_unnoticed",
     "empty_flat",
     "empty_like",
     "forget_sources",
@@ -57,6 +58,8 @@ _ALIGNMENT = 64
 _MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
 # For so many further results the tensor that one was made from is watched for its end.
 _WATCHED_FOR = 5
+# One of so many results has a node in the graph that calls Python, which tells that the backward pass has begun.
+_TELLING = 16
 # Larger tensors gain more from huge pages, which only blocks of our own have.
 _MOST_UNALIGNED = 4 << 20
 _MADV_HUGEPAGE = 14
@@ -278,7 +281,7 @@ class _Sources(threading.local):
     def __init__(self) -> None:
         self._watched: deque[torch.UntypedStorage] = deque()
         self._since: deque[int] = deque()  # the number of the result that was made from each
-        self._bytes = self._results = 0
+        self._bytes = self._results = self._asked = 0
         self._forward = False
 
     def watch(self, x: torch.Tensor) -> None:
@@ -310,6 +313,10 @@ class _Sources(threading.local):
                 self._bytes -= size
                 return found
         return None
+
+    def none_tells(self) -> bool:
+        self._asked = (self._asked + 1) % _TELLING
+        return self._asked == 0
 
     def forget(self) -> None:
         if self._forward:
@@ -348,6 +355,11 @@ def unaligned_like(x: torch.Tensor) -> torch.Tensor:
 def forget_sources() -> None:
     """Hold no memory of this thread's tensors any more: the backward pass has begun, which frees what was saved."""
     _sources.forget()
+
+
+def backward_goes_unnoticed() -> bool:
+    """Return whether nobody would call ``forget_sources``, if the next result were made without a node that does."""
+    return _sources.none_tells()
 
 
 def over(x: torch.Tensor) -> torch.Tensor:

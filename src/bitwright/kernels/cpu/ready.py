@@ -7,6 +7,7 @@ between the operations of a model little of all that code is in a cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,16 @@ from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import LANES, SMALL, layout_of
 from bitwright.kernels.ownership import owns_memory
 from bitwright.kernels.reference import check_fit
-from bitwright.kernels.saved import WrittenCodes, marking
-from bitwright.kernels.straight_through import Backward, straight_through
+from bitwright.kernels.saved import WrittenCodes, hooked_by_others, marking
+from bitwright.kernels.straight_through import Backward, passed_straight, straight_through
 
 from .choosing import FEW, choose_block, track
 from .coding import code_part
 from .compiling import compiled, entry
 from .fused import apply_mask
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
-from .mapping import FAKE, map_words
-from .memory import empty_flat, empty_like, lasting_bytes, over, result_from
+from .mapping import FAKE, all_set, map_words
+from .memory import backward_goes_unnoticed, empty_flat, empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
@@ -39,6 +40,7 @@ from .walking import vector_room
 __all__ = ["LargeCall", "ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _always = partial(bool, 1)
 
 ready_keys = stack_room(2 * 4 * FEW)
@@ -102,6 +104,7 @@ _map_ready = entry(map_ready, 4)
 _observe_ready = entry(observe_ready, 3)
 _observe_and_map_ready = entry(observe_and_map_ready, 5)
 _map_ready_if_unchanged = entry(map_ready_if_unchanged, 3)
+_all_set = entry(all_set, 2)
 
 
 def suits(
@@ -230,14 +233,33 @@ class ReadyCall:
         codes = WrittenCodes(self, lasting_bytes(self._numel)) if self.encodes and marking(x) else None
         if not self._large and codes is None:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
-            return straight_through(x, partial(self.run_masked, x, mode=mode), mask, self.apply_mask)
+            return self._with_gradient(x, partial(self.run_masked, x, mode=mode), mask)
         signs = self._signs_to_write(x) if self._large else None
         in_place = unneeded and self._large and owns_memory(x)
         run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=in_place, codes=codes)
-        y = straight_through(x, run, lasting_bytes(self.mask_bytes), self.apply_mask)
+        y = self._with_gradient(x, run, lasting_bytes(self.mask_bytes))
         if codes is not None:
             codes.mark(y)
         return y
+
+    def _with_gradient(
+        self, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], mask: torch.Tensor
+    ) -> torch.Tensor:
+        """``straight_through``, which keeps no mask where nothing was clipped.
+
+        The two passes of a checkpoint must save the same tensors, and a result may differ by a rounding in the second.
+        """
+        if x.is_leaf or hooked_by_others() or backward_goes_unnoticed():
+            return straight_through(x, run, mask, self.apply_mask)
+        recording = _grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            y = run(mask)
+        finally:
+            _set_grad_enabled(recording)
+        if _all_set(mask.data_ptr(), self._layout.words):
+            return passed_straight(x, y)
+        return straight_through(x, lambda _: y, mask, self.apply_mask)
 
     def encode_from_now_on(self) -> None:
         """Write a byte for each element of further results, where the grid and the shape allow it."""
