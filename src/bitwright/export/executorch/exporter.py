@@ -50,6 +50,7 @@ from .graph import (
 )
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
+from .repetition import less_repetition
 from .runtime import check, largest_inputs, load
 from .volume_pools import VOLUME_POOLS
 from .volumes import flatten_convolutions
@@ -274,6 +275,7 @@ def _partitioners(by_codes: bool, **options: Any) -> list[Any]:
 
 def _lowered(program: torch.export.ExportedProgram, partitioners: list[Any]) -> bytes:
     exir = importlib.import_module("executorch.exir")
-    edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
-    content: bytes = edge.to_executorch().buffer
+    with less_repetition():
+        edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
+        content: bytes = edge.to_executorch().buffer
     return content
