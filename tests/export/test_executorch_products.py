@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 pytest.importorskip("executorch.exir")
 
@@ -211,3 +212,49 @@ def test_views_behind_attention(mode, tmp_path):
     ready = quantizer.prepare((x,))
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
     assert sqnr(ready(x), found) > 100
+
+
+PRODUCTS_OF_ACTIVATIONS = {
+    "a matrix and another's transpose": lambda x, y, v: torch.matmul(x, y.t()),
+    "two matrices": lambda x, y, v: x @ y.reshape(16, -1),
+    "a product and a sum": lambda x, y, v: torch.addmm(v, x, y.t()),
+    "a scaled product and a scaled sum": lambda x, y, v: torch.addmm(v, x, y.t(), beta=0.5, alpha=2),
+    "a linear layer": lambda x, y, v: F.linear(x, y, v),
+    "batches": lambda x, y, v: torch.bmm(x[None], y.t()[None]),
+    "three matrices": lambda x, y, v: x @ y.t() @ x,
+    "a convolution": lambda x, y, v: F.conv2d(x.view(1, 4, 4, 4), y.view(4, 4, 2, 2)),
+    "a cross-correlation": lambda x, y, v: F.conv2d(x.view(1, 4, 4, 4), y.view(4, 1, 4, 4)[..., :3], groups=4),
+    "in one dimension": lambda x, y, v: F.conv1d(x.view(1, 4, 16), y.view(4, 1, 16)[..., :3], groups=4),
+    "transposed": lambda x, y, v: F.conv_transpose2d(x.view(1, 4, 4, 4), y.view(4, 1, 4, 4)),
+}
+
+
+class Together(nn.Module):
+    """A product of two inputs, as in models that compare images with texts, or look for a part in the whole."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.product = product
+        self.register_buffer("vector", torch.randn(4))
+
+    def forward(self, x, y):
+        return self.product(x, y, self.vector)
+
+
+@pytest.mark.parametrize("name", PRODUCTS_OF_ACTIVATIONS)
+def test_products_of_two_quantized_activations(name, tmp_path, caplog):
+    """XNNPACK's partitioner took some of them for layers with a weight, whose codes it read from nowhere."""
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 16), torch.randn(4, 16)
+    config = QuantizerConfig.presets.w8a8(execution_mode="eager")
+    quantizer = Quantizer(Together(PRODUCTS_OF_ACTIVATIONS[name]).eval(), config)
+    ready = quantizer.prepare(inputs)
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(*(1.1 * x for x in inputs))  # the largest number lies half-way between two codes
+    path = export_executorch(ready.eval(), inputs, tmp_path / "model.pte")
+    assert not [record for record in caplog.records if record.name.startswith("bitwright")]  # at the first try
+    with torch.no_grad():
+        expected = ready(*inputs)
+    (actual,) = run_executorch(path, inputs)
+    assert actual.shape == expected.shape
+    assert sqnr(expected, actual) > 100

@@ -37,6 +37,7 @@ from bitwright.export.sorts import spell_out_sorts
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
 from .graph import (
+    batches_for_products,
     dequantize_for_each_reader,
     dequantize_in_floats,
     drop_identities,
@@ -149,6 +150,7 @@ def _program(
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
     products_as_layers(program)
+    batches_for_products(program.graph_module)
     dequantize_in_floats(program.graph_module)
     lower_dynamic_activations(program, activations.dynamic)
     reshape_behind_attention(program.graph_module)

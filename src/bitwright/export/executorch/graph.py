@@ -129,15 +129,18 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
 
     XNNPACK has no product from int8 to floats. Its partitioner takes the reshapes around one all the same, as int8 on
     one side only, and its runtime then refuses the file; as it does where a reshape's sides have two scales, or what is
-    joined has several. Nor has it a linear layer whose weight has a scale for each input.
+    joined has several. Nor has it a linear layer whose weight has a scale for each input, or a convolution with a
+    quantized activation, which its partitioner takes for a weight that is not there.
     """
     aten = torch.ops.aten
+    convolved = {node for node in module.graph.nodes if op_name(node).startswith("aten::conv") and _is_computed(node)}
     for node in list(module.graph.nodes):
         users = list(node.users)
         if op_name(node) != DEQUANTIZE or not users:
             continue
         layer = op_name(users[0]).startswith(_LAYERS)
         enters_floats = layer and (has_scales_of_inputs(users[0]) or not _is_quantized_at_once(users[0]))
+        enters_floats = enters_floats or users[0] in convolved
         if not enters_floats and not _has_two_scales(users[0]):
             continue
         codes, scale, zero_point = node.args[:3]
@@ -209,6 +212,33 @@ def spell_out_remainders(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def batches_for_products(module: fx.GraphModule) -> None:
+    """Write products of two matrices of which the right one is a quantized activation as batches of one.
+
+    XNNPACK takes such a product for a linear layer, and reads the codes of a weight that is not there.
+    """
+    aten, graph = torch.ops.aten, module.graph
+    places = {aten.mm.default: 0, aten.matmul.default: 0, aten.addmm.default: 1}
+    for node in list(graph.nodes):
+        if node.target not in places:
+            continue
+        left, right = node.args[places[node.target] :][:2]
+        if op_name(right) != DEQUANTIZE or right.args[0].op == "placeholder":
+            continue
+        if left.meta["val"].ndim != 2 or right.meta["val"].ndim != 2:
+            continue
+        with graph.inserting_before(node):
+            batches = (call(graph, aten.unsqueeze.default, matrix, 0) for matrix in (left, right))
+            y = call(graph, aten.squeeze.dim, call(graph, aten.bmm.default, *batches), 0)
+            if node.target is aten.addmm.default:
+                beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+                y = y if alpha == 1 else call(graph, aten.mul.Scalar, y, alpha)
+                added = node.args[0] if beta == 1 else call(graph, aten.mul.Scalar, node.args[0], beta)
+                y = call(graph, aten.add.Tensor, y, added)
+        replace(node, y)
+    module.recompile()
+
+
 def _cropped(graph: fx.Graph, x: fx.Node, sides: list[int]) -> fx.Node:
     """A tensor without what negative numbers of ``torch.nn.functional.pad`` cut off."""
     for place in range(0, len(sides), 2):
@@ -267,6 +297,12 @@ def has_scales_of_inputs(node: fx.Node) -> bool:
         return False
     weight: Any = node.args[1]
     return op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 1
+
+
+def _is_computed(convolution: fx.Node) -> bool:
+    """Whether the weight of a convolution is a quantized activation."""
+    weight: Any = convolution.args[1]
+    return op_name(weight) == DEQUANTIZE and weight.args[0].op != "placeholder"
 
 
 def _is_quantized_at_once(node: fx.Node) -> bool:
