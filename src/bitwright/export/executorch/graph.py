@@ -18,6 +18,7 @@ __all__ = [
     "DEQUANTIZE_CHANNELS",
     "FUSED",
     "QUANTIZE",
+    "batches_for_products",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
     "drop_identities",
