@@ -4,7 +4,8 @@ Its products fuse with the weights' ``DequantizeLinear``: beside quantized activ
 with 8-bit weights with one scale for each output only; beside float activations into ``MatMulNBits``, which rounds the
 activations to 8 bits unless a session option forbids it. A maximum of one input does nothing but keep the two apart.
 
-Its softmax on codes adds rounded exponentials, and is off by a code in one of eight places.
+Its softmax on codes adds rounded exponentials, and is off by a code in one of eight places. Its average pool on codes
+divides by the whole window where one reaches beyond the border (``ceil_mode``).
 
 Between quantized activations it rounds weights that are floats, or that it can compute beforehand (palettes, FP4), to 8
 bits of its own choice. What is computed beforehand passes through a maximum, so there the activation gets one.
@@ -125,8 +126,16 @@ def _misfit(node: Any, user: Any, position: int) -> bool:
 def _misfit_of_activation(user: Any, position: int) -> bool:
     """Whether there is no integer kernel for a reader of codes that gives the prepared model's result."""
     if user.op_type not in ("MatMul", "Gemm", "Conv") or position > 1:
-        return user.op_type in ("Softmax", "ConvTranspose")
+        return user.op_type in ("Softmax", "ConvTranspose") or _reaches_beyond(user)
     return quantized_by(user.inputs[1 - position]) is None
+
+
+def _reaches_beyond(pool: Any) -> bool:
+    """Whether windows of an average pool may reach beyond the padded border, whose padding counts."""
+    counts = ("ceil_mode", "count_include_pad")
+    return pool.op_type == "AveragePool" and all(
+        name in pool.attributes and pool.attributes[name].value for name in counts
+    )
 
 
 def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:

@@ -1,0 +1,52 @@
+"""Average pools between quantized activations in ONNX Runtime, whose windows may reach beyond the border."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("onnxscript")
+
+from bitwright.export.onnx import compare_codes, export_onnx, run_onnx
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+POOLS = {
+    "two rows": lambda x: F.avg_pool2d(x, (2, 1), (2, 1), 0, ceil_mode=True),
+    "squares": lambda x: F.avg_pool2d(x, 3, 2, 0, ceil_mode=True),
+    "padded": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "padding that does not count": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "nothing beyond the border": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "one dimension": lambda x: F.avg_pool1d(x.flatten(1, 2), 5, 5, 0, ceil_mode=True),
+    "three dimensions": lambda x: F.avg_pool3d(x[:, None], 2, 2, 0, ceil_mode=True),
+}
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.layer, self.pool = nn.Conv2d(3, 4, 1), pool
+
+    def forward(self, x):
+        return self.pool(self.layer(x))
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_each_average_is_of_its_own_elements(name, tmp_path):
+    """ONNX Runtime's average pool on codes divides what reaches beyond the border by the whole window."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, 8)
+    quantizer = Quantizer(Pooled(POOLS[name]).eval(), QuantizerConfig.presets.w8a8(execution_mode="graph"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    ready.eval()
+    path = export_onnx(ready, (x,), tmp_path / "model.onnx")
+    report = compare_codes(ready, path, (x,))
+    assert report.codes > 0
+    assert report.file_error < 1e-4  # of a step: only what lies half-way between two codes is another one
+    with torch.no_grad():
+        expected = ready(x)
+    (actual,) = run_onnx(path, (x,))
+    assert (actual - expected).abs().max() < 0.03 * expected.abs().max()
