@@ -50,3 +50,18 @@ def test_each_average_is_of_its_own_elements(name, tmp_path):
         expected = ready(x)
     (actual,) = run_onnx(path, (x,))
     assert (actual - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["transposed", "cut off"])
+def test_codes_do_not_get_into_a_pool_behind_what_moves_them(name, tmp_path):
+    """ONNX Runtime's optimizer dequantizes behind a transposition or a slice, right in front of the pool."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, 8)
+    move = {"transposed": lambda x: x.transpose(2, 3), "cut off": lambda x: x[:, :, 1:, :5]}[name]
+    model = nn.Sequential(Pooled(move), nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(4, 4, 1)).eval()
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    path = export_onnx(ready.eval(), (x,), tmp_path / "model.onnx")
+    assert compare_codes(ready, path, (x,)).file_error < 1e-4

@@ -134,7 +134,9 @@ def dequantize_in_floats(module: fx.GraphModule) -> None:
     quantized activation, which its partitioner takes for a weight that is not there.
     """
     aten = torch.ops.aten
-    convolved = {node for node in module.graph.nodes if op_name(node).startswith("aten::conv") and _is_computed(node)}
+    convolved = {
+        node for node in module.graph.nodes if op_name(node).startswith("aten::conv") and _is_activation(node.args[1])
+    }
     for node in list(module.graph.nodes):
         users = list(node.users)
         if op_name(node) != DEQUANTIZE or not users:
@@ -224,9 +226,7 @@ def batches_for_products(module: fx.GraphModule) -> None:
         if node.target not in places:
             continue
         left, right = node.args[places[node.target] :][:2]
-        if op_name(right) != DEQUANTIZE or right.args[0].op == "placeholder":
-            continue
-        if left.meta["val"].ndim != 2 or right.meta["val"].ndim != 2:
+        if not _is_activation(right) or left.meta["val"].ndim != 2 or right.meta["val"].ndim != 2:
             continue
         with graph.inserting_before(node):
             batches = (call(graph, aten.unsqueeze.default, matrix, 0) for matrix in (left, right))
@@ -300,10 +300,9 @@ def has_scales_of_inputs(node: fx.Node) -> bool:
     return op_name(weight) == DEQUANTIZE_CHANNELS and weight.args[3] == 1
 
 
-def _is_computed(convolution: fx.Node) -> bool:
-    """Whether the weight of a convolution is a quantized activation."""
-    weight: Any = convolution.args[1]
-    return op_name(weight) == DEQUANTIZE and weight.args[0].op != "placeholder"
+def _is_activation(value: Any) -> bool:
+    """Whether a value is a quantized activation, not a weight."""
+    return op_name(value) == DEQUANTIZE and value.args[0].op != "placeholder"
 
 
 def _is_quantized_at_once(node: fx.Node) -> bool:

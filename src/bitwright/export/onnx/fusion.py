@@ -35,6 +35,8 @@ __all__ = [
 
 # The product itself, and what fuses with it first.
 _PRODUCT_OR_FACTOR = ("Cast", "Div", "MatMul", "Mul")
+# What the optimizer moves a `DequantizeLinear` behind.
+_MOVES = ("Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def keep_all_apart(graph: Any) -> None:
@@ -126,8 +128,15 @@ def _misfit(node: Any, user: Any, position: int) -> bool:
 def _misfit_of_activation(user: Any, position: int) -> bool:
     """Whether there is no integer kernel for a reader of codes that gives the prepared model's result."""
     if user.op_type not in ("MatMul", "Gemm", "Conv") or position > 1:
-        return user.op_type in ("Softmax", "ConvTranspose") or _reaches_beyond(user)
+        return _lacks_kernel(user)
     return quantized_by(user.inputs[1 - position]) is None
+
+
+def _lacks_kernel(user: Any) -> bool:
+    """Whether codes must not get into a reader, or into one behind it, since the optimizer moves a tensor's codes."""
+    if user.op_type in _MOVES:
+        return any(_lacks_kernel(use.node) for use in user.outputs[0].uses())
+    return user.op_type in ("Softmax", "ConvTranspose") or _reaches_beyond(user)
 
 
 def _reaches_beyond(pool: Any) -> bool:

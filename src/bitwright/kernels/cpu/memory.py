@@ -358,7 +358,7 @@ def forget_sources() -> None:
 
 
 def backward_goes_unnoticed() -> bool:
-    """Return whether nobody would call ``forget_sources``, if the next result were made without a node that does."""
+    """Return whether the next result must have a node that calls ``forget_sources``: for one in ``_TELLING`` calls."""
     return _sources.none_tells()
 
 
