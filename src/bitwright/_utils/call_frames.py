@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._jit_internal
@@ -19,18 +19,26 @@ import torch.overrides
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["calling_code", "shielded", "thread_frames"]
+__all__ = ["calling_code", "captured_again_if_corrected", "shielded", "thread_frames"]
 
+_Captured = TypeVar("_Captured")
 _size, _at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
 
 class _ThreadFrames(threading.local):
-    """Attributes: ``stack`` holds the frames, ``mode`` the function mode that looks at them while it is in force."""
+    """What is known of a thread.
+
+    Attributes:
+        stack: the frames.
+        mode: the function mode that looks at them while it is in force.
+        corrections: how often a call was found to have been taken for another one.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.mode: TorchFunctionMode | None = None
+        self.corrections = 0
 
 
 thread_frames = _ThreadFrames()
@@ -57,6 +65,17 @@ def calling_code() -> tuple[str, int] | None:
         frame = frame.f_back
     code = frame.f_code
     return None if code.co_name.startswith("torch_dynamo_resume") else (code.co_qualname, frame.f_lasti)
+
+
+def captured_again_if_corrected(capture: Callable[[], _Captured]) -> _Captured:
+    """Return what ``capture`` does, which has torch.export run a model.
+
+    Where the model makes a call for torch.export only, that may have been taken for a planned one that came after it.
+    The model knows better the second time.
+    """
+    before = thread_frames.corrections
+    result = capture()
+    return result if thread_frames.corrections == before else capture()
 
 
 def shielded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, BitwrightWarning
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import not_a_tuple
@@ -60,6 +60,8 @@ class ConversionError(BitwrightError, RuntimeError):
 def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
     """Run somebody else's converter: what it prints is dropped, what it raises becomes a ``ConversionError``.
 
+    Of the warnings that come meanwhile, those of Bitwright are passed on afterwards.
+
     Args:
         converter: its name, to begin the message with.
         remedy: what to do, to end the message with; None for advice on a compressed model.
@@ -68,8 +70,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         ConversionError: the block raised anything but an error of Bitwright or an ``ImportError``.
     """
     try:
-        with warnings.catch_warnings(), _output_dropped(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with _own_warnings_passed_on(), _output_dropped(), torch.no_grad():
             yield
     except (BitwrightError, ImportError, MemoryError, KeyboardInterrupt):
         raise
@@ -79,6 +80,19 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         message = f"{converter} cannot take this model: {_words(error)}{where}. {remedy or _remedy(error)}"
         problem = Problem("target", place or "the model itself", message, Severity.ERROR)
         raise ConversionError(message, (problem,)) from error
+
+
+@contextlib.contextmanager
+def _own_warnings_passed_on() -> Iterator[None]:
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", BitwrightWarning)
+            yield
+    finally:
+        for one in {str(one.message): one for one in caught}.values():
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+
+from bitwright._utils.call_frames import captured_again_if_corrected
 
 from .protect import preserved_state, without_fake_tensors
 
@@ -49,8 +52,9 @@ def _captured(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
     """A program, and the names of buffers that the model registered for the first time."""
+    capture = partial(torch.export.export, model, tuple(args), dict(kwargs), **options)
     with without_fake_tensors(model), _registrations(model) as registered:
-        program = torch.export.export(model, tuple(args), dict(kwargs), **options)
+        program = captured_again_if_corrected(capture)
     return program, registered
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import PlanError, UnplannedCallWarning
+from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, default_activation_quantization_spec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -136,6 +137,64 @@ class MasksInAnotherFunction(nn.Module):
         if torch.compiler.is_exporting():
             y = masked(y)
         return y + 1.0
+
+
+class MasksInTheSameFunction(nn.Module):
+    """Adds a mask before the sums that are there always, while it is captured, or when it is given one."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.repeated = repeated
+
+    def forward(self, x, mask=None):
+        y = x * 2
+        if torch.compiler.is_exporting():
+            mask = torch.ones(4, dtype=torch.bool)
+        if mask is not None:
+            y = y + mask
+        for _ in range(2 if self.repeated else 1):
+            y = y + x
+        return y * 0.5
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_call_before_the_planned_ones_does_not_take_their_simulators(repeated):
+    """It is found out when those come, warned of, and told apart from then on."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 4), torch.full((4,), 30.0)
+    quantizer = Quantizer(MasksInTheSameFunction(repeated).eval(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    with pytest.warns(UnplannedCallWarning, match=r"'add' in MasksInTheSameFunction.forward .* taken for one further"):
+        prepared(x, mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnplannedCallWarning)
+        again = prepared(x, mask)
+    names = ("mul", "add", "add_1", "mul_1") if repeated else ("mul", "add", "mul_1")
+    y = prepared.mul_quantize_output_0(prepared.mul_quantize_input(x) * 2) + mask
+    for name in names[1:-1]:
+        y = getattr(prepared, f"{name}_quantize_input")(y) + getattr(prepared, f"{name}_quantize_other")(x)
+        y = getattr(prepared, f"{name}_quantize_output_0")(y)
+    y = prepared.mul_1_quantize_output_0(prepared.mul_1_quantize_input(y) * 0.5)
+    assert torch.equal(again, y)
+
+
+def test_exporters_capture_again_what_they_learned_while_capturing(tmp_path):
+    """A mask of flags cannot be quantized: ONNX Runtime would refuse the file."""
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 4)
+    quantizer = Quantizer(MasksInTheSameFunction(False).eval(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    with pytest.warns(UnplannedCallWarning, match="taken for one further on"):
+        path = export_onnx(prepared, (x,), tmp_path / "m.onnx")
+    (found,) = run_onnx(path, (x,))
+    flags = torch.ones(4, dtype=torch.bool)
+    with pytest.warns(UnplannedCallWarning, match="taken for one further on"):
+        prepared(x, flags)  # what was written is a copy, which alone has learned
+    assert torch.equal(found, prepared(x, flags))
 
 
 @pytest.mark.filterwarnings("ignore::bitwright.errors.UnplannedCallWarning")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.export.complex_numbers import without_complex_numbers
 from bitwright.export.constants import compute_beforehand, primitives
 from bitwright.export.conversion import (
@@ -76,7 +78,8 @@ def traced(
             registry_kept(),
             inputs_unmarked(args, kwargs),
         ):
-            program: Any = torch.onnx.export(
+            export = partial(
+                torch.onnx.export,
                 model,
                 args,
                 kwargs=dict(kwargs) if kwargs else None,
@@ -87,6 +90,7 @@ def traced(
                 custom_translation_table=translations(opset),
                 verbose=False,
             )
+            program: Any = captured_again_if_corrected(export)
             _register_constants(program.model.graph)
             return program
     except ConversionError:

@@ -71,6 +71,7 @@ class CallTable:
         seen: calls of each function name while planning.
         sites: simulators by call name (``"add_1"``).
         written_in: by function name, where each of its calls stands in the code, in their order.
+        foreign: calls by function name and place that were taken for planned ones and are none.
         warned: call names that were already reported.
     """
 
@@ -78,13 +79,15 @@ class CallTable:
     seen: dict[str, int] = field(default_factory=dict)
     sites: dict[str, CallSites] = field(default_factory=dict)
     written_in: dict[str, list[tuple[str, int] | None]] = field(default_factory=dict)
+    foreign: set[tuple[str, tuple[str, int]]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
     def find(self, base: str, code: tuple[str, int], counted: int, certain: int) -> tuple[int | None, bool]:
         """Return the number of a call, None for one that was not planned, and whether its place in the code says so.
 
         A planned place has its own number, whatever ran before it. An unknown place in a function that was planned may
-        be another spelling of what comes next; one in another function is a call of its own.
+        be another spelling of what comes next, unless that came behind it once; one in another function is a call of
+        its own.
 
         Args:
             base: name of the called function.
@@ -100,11 +103,11 @@ class CallTable:
         if code in planned:
             return (planned.index(code, certain) if code in planned[certain:] else None), True
         known = any(call is None or call[0] == code[0] for calls in self.written_in.values() for call in calls)
-        return (counted, False) if known else (None, False)
+        return (counted, False) if known and (base, code) not in self.foreign else (None, False)
 
 
 class _Frame:
-    __slots__ = ("certain", "checkpoint", "counts", "module", "table")
+    __slots__ = ("certain", "checkpoint", "counts", "guessed", "module", "table")
 
     def __init__(
         self,
@@ -117,6 +120,8 @@ class _Frame:
         self.module = module
         self.counts: dict[str, int] = dict(counts or {})
         self.certain: dict[str, int] = dict(certain or {})
+        #: Where the calls stand that may be others than the planned ones whose numbers they have.
+        self.guessed: dict[tuple[str, int], tuple[str, int]] = {}
         #: The checkpoint within which the frame begins; it repeats the frame as a whole.
         self.checkpoint = checkpoint_here(module.training)
 
@@ -132,11 +137,40 @@ class _Frame:
         number: int | None = self.counts.get(base, 0)
         if code is not None and number is not None:
             number, is_certain = self.table.find(base, code, number, self.certain.get(base, 0))
-            if is_certain and number is not None:
+            if is_certain and self.guessed:
+                self._correct(base, number, code)
+            if number is None:
+                return None
+            if is_certain:
                 self.certain[base] = number + 1
+            else:
+                self.guessed[base, number] = code
         if number is not None:
             self.counts[base] = number + 1
         return number
+
+    def _correct(self, base: str, number: int | None, code: tuple[str, int]) -> None:
+        """Note which call was taken for the planned one that is there now, if one was.
+
+        Args:
+            base: name of the called function.
+            number: which of its calls is there; None if all that are planned at ``code`` have been.
+            code: where it stands.
+        """
+        planned = self.table.written_in[base]
+        for (name, guess), place in tuple(self.guessed.items()):
+            if name == base and (guess == number if number is not None else planned[guess] == code):
+                del self.guessed[name, guess]
+                self.table.foreign.add((base, place))
+                thread_frames.corrections += 1
+                _warn_of_unplanned(
+                    self.table,
+                    base,
+                    f"in {place[0]} was not seen while preparing, and was taken for one further on, which has come "
+                    "now. It runs unquantized from now on; what torch.export captures just now, it should capture "
+                    "again. Prepare with example inputs that take this path, or exclude the module in the config.",
+                )
+                return
 
 
 class _Repeated:
@@ -278,8 +312,6 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
     """Warn once of a call on floating-point data; others, such as positions, are not quantized anyway."""
     if call in table.warned or not _reads_floats(arguments) or _is_compiled_code():
         return
-    table.warned.add(call)
-    name = f"{table.path}.{call}" if table.path else call
     remedy = "Prepare with example inputs that take this path, or exclude the module in the config."
     if is_exporting():
         remedy = (
@@ -288,11 +320,13 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
         )
     elif torch._C._are_functorch_transforms_active():
         remedy = "It runs inside torch.vmap or its like, where no simulator sees whole tensors; in a loop it would."
-    warnings.warn(
-        f"The call {name!r} was not seen while preparing, so it runs unquantized. {remedy}",
-        UnplannedCallWarning,
-        stacklevel=4,
-    )
+    _warn_of_unplanned(table, call, f"was not seen while preparing, so it runs unquantized. {remedy}")
+
+
+def _warn_of_unplanned(table: CallTable, call: str, what: str) -> None:
+    table.warned.add(call)
+    name = f"{table.path}.{call}" if table.path else call
+    warnings.warn(f"The call {name!r} {what}", UnplannedCallWarning, stacklevel=5)
 
 
 def _is_compiled_code() -> bool:
