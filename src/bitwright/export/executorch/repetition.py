@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from torch import fx
+from torch.fx.graph import _PyTreeCodeGen
+
 __all__ = ["less_repetition"]
 
 _TRACEBACK = "torch.fx.traceback"
 _SDPA = "executorch.backends.xnnpack.partition.graphs.sdpa"
+_VERIFIER = "executorch.exir.verification.verifier"
 
 
 @contextlib.contextmanager
@@ -23,27 +27,38 @@ def less_repetition() -> Iterator[None]:
     For each part of a program that XNNPACK takes, ExecuTorch captures and lowers two models of its own, the patterns of
     attention that it looks for. And each of its dozens of passes copies for every node the history of what it was made
     from, which the pass before has made longer by one entry. The patterns are kept, and histories, which nobody
-    changes, are shared.
+    changes, are shared. Every pass writes its graph as Python code, too, which is compiled and hardly ever run; that
+    happens now when it is run. And to look at the types of what operators are given, all of them are computed on fake
+    tensors; the graph has the results of that already.
     """
-    with _replaced(_SDPA, "get_graphs", _kept), _replaced(_TRACEBACK, "copy", _sharing):
+    with (
+        _replaced(_module(_SDPA), "get_graphs", _kept),
+        _replaced(_module(_TRACEBACK), "copy", _sharing),
+        _replaced(fx.GraphModule, "recompile", _when_called),
+        _replaced(_module(_VERIFIER), "EdgeOpArgValidator", _reading),
+    ):
         yield
+
+
+def _module(name: str) -> Any:
+    """A module; None if there is none."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return None
 
 
 @contextlib.contextmanager
-def _replaced(module: str, name: str, stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """Put something else in the place of what a module calls by a name; nothing where it has no such name."""
-    found: Any = None
-    with contextlib.suppress(ImportError):
-        found = importlib.import_module(module)
-    before = getattr(found, name, None)
+def _replaced(owner: Any, name: str, stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """Put something else in the place of an attribute; nothing where there is none."""
+    before = getattr(owner, name, None)
     if before is None:
         yield
         return
-    setattr(found, name, stand_in(before))
+    setattr(owner, name, stand_in(before))
     try:
         yield
     finally:
-        setattr(found, name, before)
+        setattr(owner, name, before)
 
 
 @functools.cache
@@ -54,3 +69,43 @@ def _kept(make: Callable[[], Any]) -> Callable[[], Any]:
 def _sharing(_: Any) -> Any:
     """What ``torch.fx.traceback`` calls of the module ``copy``; it copies histories deeply, and nothing else."""
     return SimpleNamespace(copy=copy.copy, deepcopy=list)
+
+
+@functools.cache
+def _when_called(recompile: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], None]:
+    """``GraphModule.recompile`` that waits until the code is run, or read."""
+
+    class Code:
+        """Found where a module has no ``_code`` of its own."""
+
+        def __get__(self, module: fx.GraphModule, owner: Any = None) -> str:
+            recompile(module)
+            return str(vars(module)["_code"])
+
+    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        recompile(self)  # replaces this function
+        return self(*args, **kwargs)
+
+    def later(self: fx.GraphModule) -> None:
+        codegen = self.graph._codegen
+        if isinstance(codegen, _PyTreeCodeGen):
+            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        vars(self).pop("_code", None)
+        own: Any = type(self)  # each graph module has a class of its own
+        own._code, own.forward = Code(), forward
+
+    return later
+
+
+@functools.cache
+def _reading(validator: type[fx.Interpreter]) -> type[fx.Interpreter]:
+    """ExecuTorch's look at types, with the results that the nodes know."""
+
+    class Known(fx.Interpreter):
+        node: fx.Node
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            found = self.node.meta.get("val")
+            return super().call_function(target, args, kwargs) if found is None else found
+
+    return type(validator.__name__, (validator, Known), {})
