@@ -147,6 +147,21 @@ ONNX_ONLY = {
 norms with running statistics; losses it was not asked for."""
 
 
+_MANY_OPERATORS = {
+    "executorch": (
+        "windows of different sizes", "Fourier transforms", "arithmetic of complex numbers",
+        "bits, powers and roundings", "running products and extremes",
+    ),
+    "onnx": ("windows of different sizes", "arithmetic of complex numbers"),
+    "coreai": ("windows of different sizes",),
+}  # fmt: skip
+"""What becomes hundreds of them: each takes as long as ten others, and is left to `make test-all`."""
+
+
+def _case(target, name):
+    return pytest.param(target, name, marks=[pytest.mark.slow] if name in _MANY_OPERATORS[target] else [])
+
+
 class Model(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -159,9 +174,9 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        *(("onnx", name) for name in CASES | LACKED | ONNX_ONLY),
-        *(("executorch", name) for name in CASES | LACKED),
-        *(("coreai", name) for name in LACKED),
+        *(_case("onnx", name) for name in CASES | LACKED | ONNX_ONLY),
+        *(_case("executorch", name) for name in CASES | LACKED),
+        *(_case("coreai", name) for name in LACKED),
     ],
 )
 def test_right_in_the_runtime(target, name, tmp_path):

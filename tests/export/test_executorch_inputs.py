@@ -103,7 +103,7 @@ def test_sizes_without_an_end_are_refused(size, tmp_path):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+@pytest.mark.parametrize("preset", [pytest.param("w8", marks=pytest.mark.slow), "w8a8"])
 def test_batches_that_are_cut(cut, preset, tmp_path, caplog):
     """As GPT-2 does; ExecuTorch's verifier would fix the batch to the size of the examples."""
     x = torch.randn(4, 32)

@@ -85,7 +85,7 @@ def _prepared(model, inputs, others, linear=None, mode="graph"):
 @pytest.mark.parametrize(
     ("name", "scheme", "normed_first", "mode"),
     [
-        ("int8 per token", "symmetric", False, "graph"),
+        pytest.param("int8 per token", "symmetric", False, "graph", marks=pytest.mark.slow),
         pytest.param("int8 per token, asymmetric", "asymmetric", True, "graph", marks=pytest.mark.slow),
         pytest.param("uint8 per tensor", "symmetric", True, "graph", marks=pytest.mark.slow),
         pytest.param("int8 per token", "asymmetric", True, "eager", marks=pytest.mark.slow),

@@ -75,7 +75,7 @@ def _check_beside(layers, x, weight, path):
         assert sqnr(expected, actual) > 110, layer
 
 
-@pytest.mark.parametrize("shape", [(2, *UNBATCHED), UNBATCHED])
+@pytest.mark.parametrize("shape", [(2, *UNBATCHED), pytest.param(UNBATCHED, marks=pytest.mark.slow)])
 def test_weights_only(shape, tmp_path):
     """Int8 weights with a scale for each channel, on a batch and on one volume, which PyTorch pads with zeros only."""
     layers = [layer for layer in LAYERS.values() if len(shape) == 5 or layer.padding_mode == "zeros"]
@@ -153,7 +153,7 @@ def test_scales_along_any_dimension_of_a_weight(axis, tmp_path):
     _check_beside(layers, _volumes(), spec, tmp_path / "m.pte")
 
 
-@pytest.mark.parametrize("shape", [(2, *UNBATCHED), UNBATCHED])
+@pytest.mark.parametrize("shape", [(2, *UNBATCHED), pytest.param(UNBATCHED, marks=pytest.mark.slow)])
 def test_pools_of_volumes(shape, tmp_path):
     """Windows that stand out, that leave places out, and that count zeros or do not."""
     pools = [

@@ -118,8 +118,17 @@ class Hidden(nn.Module):
         return self.model(input_ids=ids, use_cache=False)[0]
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("target", ["coreai", "executorch", "onnx"])
+@pytest.mark.parametrize(
+    ("target", "mode"),
+    [
+        ("coreai", "eager"),
+        ("coreai", "graph"),
+        ("executorch", "eager"),
+        pytest.param("executorch", "graph", marks=pytest.mark.slow),
+        pytest.param("onnx", "eager", marks=pytest.mark.slow),
+        ("onnx", "graph"),
+    ],
+)
 def test_a_mixture_of_experts_runs(target, mode, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(TARGETS[target].missing())
@@ -130,7 +139,7 @@ def test_a_mixture_of_experts_runs(target, mode, tmp_path):
     assert sqnr(ready(ids), TARGETS[target].run(path, (ids,))[0]) > 100
 
 
-@pytest.mark.parametrize("target", ["coreai", "executorch", "onnx"])
+@pytest.mark.parametrize("target", ["coreai", pytest.param("executorch", marks=pytest.mark.slow), "onnx"])
 def test_a_mixture_of_experts_takes_texts_of_any_length(target, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(TARGETS[target].missing())
