@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.export.conversion import ConversionError, captured, converting
 from bitwright.export.targets import TARGETS, target_named
 from bitwright.export.torch_program import export_torch, packed_copy, run_torch
-from bitwright.quantization import QuantizationSpec
+from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
 from tests.measures import sqnr
 
 from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, pruned
@@ -181,6 +181,36 @@ def test_dynamic_shapes_are_kept(name, tmp_path):
     for batch in (2, 9):
         inputs = torch.randn(batch, 64)
         assert sqnr(ready(inputs), target.run(path, [inputs])[0]) > 100
+
+
+class Rest(nn.Module):
+    """Takes any number of inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, *tensors):
+        return self.fc(sum(tensors))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "in order"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["onnx", "coreai"])
+def test_dynamic_shapes_of_any_number_of_inputs_are_those_that_it_was_prepared_with(name, mode, named, count, tmp_path):
+    """torch.export takes them in a tuple of their own, but not for the graph that it has captured once."""
+    target = TARGETS[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    several = ({0: torch.export.Dim.DYNAMIC},) * count
+    shapes = {"tensors": several} if named else (several,)
+    inputs = tuple(torch.randn(2, 8) for _ in range(count))
+    options = {"dynamic_shapes": shapes} if mode == "graph" else {}
+    ready = Quantizer(Rest().eval(), QuantizerConfig.presets.w8(execution_mode=mode)).prepare(inputs, **options)
+    path = target.write(ready, inputs, tmp_path / f"m{target.suffix}", {}, shapes)
+    others = tuple(torch.randn(5, 8) for _ in range(count))
+    assert sqnr(ready(*others), target.run(path, others)[0]) > 100
 
 
 class Wrong(nn.Module):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 
 from .protect import preserved_state, without_fake_tensors
 
-__all__ = ["exported"]
+__all__ = ["exported", "shapes_by_input"]
 
 
 def exported(
@@ -35,6 +36,7 @@ def exported(
     Raises:
         RuntimeError: the model registers buffers in every call.
     """
+    options["dynamic_shapes"] = shapes_by_input(model, args, options.get("dynamic_shapes"))
     program, registered = _captured(model, args, kwargs, options)
     if registered:
         with preserved_state(model):
@@ -46,6 +48,34 @@ def exported(
             "capture. Register it in __init__, or keep the tensor in a local variable."
         )
     return program
+
+
+def shapes_by_input(model: nn.Module, args: Sequence[Any], dynamic_shapes: Any) -> Any:
+    """Return dynamic shapes as torch.export takes them for a model.
+
+    The inputs of ``forward(self, x, *rest)`` are one tuple there, ``(shape, (shape, shape))`` or ``{"x": shape, "rest":
+    (shape, shape)}``; a graph that was captured from it has each by itself: ``x``, ``rest_0``, ``rest_1``.
+
+    Args:
+        model: what is captured.
+        args: its positional inputs.
+        dynamic_shapes: as for the model, or for the one that it was prepared from.
+    """
+    if not isinstance(model, fx.GraphModule) or not dynamic_shapes:
+        return dynamic_shapes
+    names = inspect.signature(model.forward).parameters
+    if isinstance(dynamic_shapes, Mapping):
+        split: dict[str, Any] = {}
+        for name, shapes in dynamic_shapes.items():
+            several = name not in names and f"{name}_0" in names and isinstance(shapes, (tuple, list))
+            split |= {f"{name}_{number}": shape for number, shape in enumerate(shapes)} if several else {name: shapes}
+        return split
+    *first, last = dynamic_shapes
+    if not isinstance(last, (tuple, list)) or len(first) + len(last) != len(args):
+        return dynamic_shapes
+    # One shape in a tuple may also be that of a tuple of one tensor, or of a tensor with one dimension.
+    single = len(last) == 1 and not (isinstance(args[-1], torch.Tensor) and isinstance(last[0], (Mapping, tuple, list)))
+    return dynamic_shapes if single else (*first, *last)
 
 
 def _captured(
