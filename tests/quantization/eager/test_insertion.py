@@ -180,6 +180,34 @@ def test_a_call_before_the_planned_ones_does_not_take_their_simulators(repeated)
     assert torch.equal(again, y)
 
 
+class SumsOfAnyNumber(nn.Module):
+    """Adds masks, each in a place of its own, and then something as often as it is told."""
+
+    def forward(self, x, first=None, second=None, times=1):
+        y = x * 2
+        if first is not None:
+            y = y + first
+        if second is not None:
+            y = y + second
+        for _ in range(times):
+            y = y + x
+        return y
+
+
+@pytest.mark.filterwarnings("ignore::bitwright.errors.UnplannedCallWarning")
+def test_more_calls_than_planned_in_old_places_and_new_ones():
+    """The first in the planned place is quantized, in whichever company."""
+    x = torch.randn(2, 4)
+    quantizer = Quantizer(SumsOfAnyNumber().eval(), QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    prepared(x, x, x, times=3)
+    y = prepared.mul_quantize_output_0(prepared.mul_quantize_input(x) * 2) + x + x
+    y = prepared.add_quantize_output_0(prepared.add_quantize_input(y) + prepared.add_quantize_other(x)) + x + x
+    assert torch.equal(prepared(x, x, x, times=3), y)
+
+
 def test_exporters_capture_again_what_they_learned_while_capturing(tmp_path):
     """A mask of flags cannot be quantized: ONNX Runtime would refuse the file."""
     pytest.importorskip("onnxruntime")

@@ -150,7 +150,7 @@ class _Frame:
         return number
 
     def _correct(self, base: str, number: int | None, code: tuple[str, int]) -> None:
-        """Note which call was taken for the planned one that is there now, if one was.
+        """Note which calls were taken for the planned one that is there now, or for later ones.
 
         Args:
             base: name of the called function.
@@ -158,19 +158,24 @@ class _Frame:
             code: where it stands.
         """
         planned = self.table.written_in[base]
-        for (name, guess), place in tuple(self.guessed.items()):
-            if name == base and (guess == number if number is not None else planned[guess] == code):
-                del self.guessed[name, guess]
-                self.table.foreign.add((base, place))
-                thread_frames.corrections += 1
-                _warn_of_unplanned(
-                    self.table,
-                    base,
-                    f"in {place[0]} was not seen while preparing, and was taken for one further on, which has come "
-                    "now. It runs unquantized from now on; what torch.export captures just now, it should capture "
-                    "again. Prepare with example inputs that take this path, or exclude the module in the config.",
-                )
-                return
+        places = {
+            guess: place
+            for (name, guess), place in self.guessed.items()
+            if name == base and (guess >= number if number is not None else planned[guess : guess + 1] == [code])
+        }
+        if not places:
+            return
+        for guess, place in places.items():
+            del self.guessed[base, guess]
+            self.table.foreign.add((base, place))
+        thread_frames.corrections += 1
+        _warn_of_unplanned(
+            self.table,
+            base,
+            f"in {place[0]} was not seen while preparing, and was taken for one further on, which has come now. It "
+            "runs unquantized from now on; what torch.export captures just now, it should capture again. Prepare with "
+            "example inputs that take this path, or exclude the module in the config.",
+        )
 
 
 class _Repeated:
