@@ -27,11 +27,14 @@ def request_activations(
 
     A tensor that crosses the boundary of a module with ``module_input_spec`` or ``module_output_spec`` takes that spec
     instead, the innermost such module first. Values that hold mask sentinels are left alone, and so are those of which
-    every digit matters. Weights that were finalized before stay weights.
+    every digit matters. Weights that were finalized before stay weights, and what a model writes to its parameters is
+    no activation: a simulator would round the parameters themselves.
     """
     exact = exact_values(program)
     excluded = sentinel_values(program) | exact.values
     for op in program.ops:
+        if _writes_to_parameter(op):
+            continue
         op_rule = op_rule_of(op)
         for argument in op.arguments if id(op) not in exact.ops else ():
             value = argument.value
@@ -46,6 +49,13 @@ def request_activations(
 def _is_weight(argument: Argument) -> bool:
     """Whether the op reads a state, or what an earlier ``finalize`` left of one."""
     return state_read_by(argument) is not None or is_unpacked(argument.value)
+
+
+def _writes_to_parameter(op: Op) -> bool:
+    """Whether an op changes a parameter of the model in place."""
+    in_place = op.type == "__setitem__" or (op.type.endswith("_") and not op.type.endswith("__"))
+    written = state_read_by(op.arguments[0]) if in_place and op.arguments else None
+    return written is not None and written.is_parameter
 
 
 _Found = tuple[SpecMatch, str, str]

@@ -180,6 +180,40 @@ def test_a_call_before_the_planned_ones_does_not_take_their_simulators(repeated)
     assert torch.equal(again, y)
 
 
+class Rescaled(nn.Module):
+    """Divides its weight when it is evaluated for the first time, as RWKV does."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.is_rescaled = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.is_rescaled:
+            with torch.no_grad():
+                self.fc.weight.div_(4)
+                self.fc.bias[:2] = 0.125
+            self.is_rescaled = True
+        return self.fc(x) * 2
+
+
+def test_what_is_written_to_parameters_is_no_activation(tmp_path):
+    """A simulator would round the parameters; it sees one call at most, and the file could not be written without."""
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 4), Rescaled().eval()
+    weight = model.fc.weight.detach().clone()
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    assert not any("div" in name or "setitem" in name for name in simulator_names(prepared))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+        prepared(x)
+    original = prepared.fc.parametrizations.weight.original
+    assert any(torch.equal(original, weight / divisor) for divisor in (1, 4))
+    (found,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
+    assert torch.equal(found, prepared(x))
+
+
 class SumsOfAnyNumber(nn.Module):
     """Adds masks, each in a place of its own, and then something as often as it is told."""
 
