@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["calling_code", "captured_again_if_corrected", "shielded", "thread_frames"]
 
 _Captured = TypeVar("_Captured")
-_CAPTURES = 4  # one that finds something is followed by another
+_MOST_CAPTURES = 4
 _size, _at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
@@ -72,9 +72,9 @@ def captured_again_if_corrected(capture: Callable[[], _Captured]) -> _Captured:
     """Return what ``capture`` does, which has torch.export run a model.
 
     Where the model makes a call for torch.export only, that may have been taken for a planned one that came after it.
-    The model knows better the next time.
+    The model knows better the next time; the last of ``_MOST_CAPTURES`` is taken as it is.
     """
-    for _ in range(_CAPTURES - 1):
+    for _ in range(_MOST_CAPTURES - 1):
         before = thread_frames.corrections
         result = capture()
         if thread_frames.corrections == before:

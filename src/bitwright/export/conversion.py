@@ -68,11 +68,12 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
 
     Raises:
         ConversionError: the block raised anything but an error of Bitwright or an ``ImportError``.
+        BitwrightWarning: the user has such warnings raised.
     """
     try:
         with _own_warnings_passed_on(), _output_dropped(), torch.no_grad():
             yield
-    except (BitwrightError, ImportError, MemoryError, KeyboardInterrupt):
+    except (BitwrightError, BitwrightWarning, ImportError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
         place = _place(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 from bitwright.config.matching import ModuleRules, OpRule, SpecMatch, lookup_spec
 from bitwright.program import Argument, Op, Program, Value
+from bitwright.program.aten_names import is_in_place
 
 from .exact_values import exact_values
 from .known_ranges import sentinel_values
@@ -53,8 +54,7 @@ def _is_weight(argument: Argument) -> bool:
 
 def _writes_to_parameter(op: Op) -> bool:
     """Whether an op changes a parameter of the model in place."""
-    in_place = op.type == "__setitem__" or (op.type.endswith("_") and not op.type.endswith("__"))
-    written = state_read_by(op.arguments[0]) if in_place and op.arguments else None
+    written = state_read_by(op.arguments[0]) if is_in_place(op.type) and op.arguments else None
     return written is not None and written.is_parameter
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["aten_name", "canonical_name", "op_spellings", "schema_names"]
+__all__ = ["aten_name", "canonical_name", "is_in_place", "op_spellings", "schema_names"]
 
 # Functions that reach aten under another name, and aten ops that carry another name than their function.
 _CANONICAL = {
@@ -59,9 +59,14 @@ def canonical_name(name: str) -> str:
     """Return the one name for all spellings of a function: ``concat`` is ``cat``, ``relu_`` is ``relu``."""
     if name in _CANONICAL:
         return _CANONICAL[name]
-    if name.endswith("_") and not name.endswith("__"):
+    if is_in_place(name) and name != "__setitem__":
         return canonical_name(name[:-1])
     return name
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument: ``relu_``, ``x[0] = y``."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def op_spellings(node: fx.Node) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""``torch.export`` of models that keep results of earlier calls, such as tables of positions, in themselves."""
+"""``torch.export`` of models as people have them.
+
+They keep results of earlier calls, such as tables of positions, in themselves, or were captured once before.
+"""
 
 from __future__ import annotations
 
@@ -50,21 +53,21 @@ def exported(
     return program
 
 
-def shapes_by_input(model: nn.Module, args: Sequence[Any], dynamic_shapes: Any) -> Any:
+def shapes_by_input(model: Any, args: Sequence[Any], dynamic_shapes: Any) -> Any:
     """Return dynamic shapes as torch.export takes them for a model.
 
     The inputs of ``forward(self, x, *rest)`` are one tuple there, ``(shape, (shape, shape))`` or ``{"x": shape, "rest":
     (shape, shape)}``; a graph that was captured from it has each by itself: ``x``, ``rest_0``, ``rest_1``.
 
     Args:
-        model: what is captured.
+        model: what is captured; a program has its shapes already.
         args: its positional inputs.
         dynamic_shapes: as for the model, or for the one that it was prepared from.
     """
     if not isinstance(model, fx.GraphModule) or not dynamic_shapes:
         return dynamic_shapes
-    names = inspect.signature(model.forward).parameters
     if isinstance(dynamic_shapes, Mapping):
+        names = inspect.signature(model.forward).parameters
         split: dict[str, Any] = {}
         for name, shapes in dynamic_shapes.items():
             several = name not in names and f"{name}_0" in names and isinstance(shapes, (tuple, list))

@@ -250,6 +250,11 @@ def test_exporters_capture_again_what_they_learned_while_capturing(tmp_path):
     prepared = quantizer.prepare((x,))
     with quantizer.calibration_mode(), torch.no_grad():
         prepared(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnplannedCallWarning)
+        with pytest.raises(UnplannedCallWarning, match="taken for one further on"):
+            export_onnx(prepared, (x,), tmp_path / "never.onnx")
+    assert not (tmp_path / "never.onnx").exists()
     with pytest.warns(UnplannedCallWarning, match="taken for one further on"):
         path = export_onnx(prepared, (x,), tmp_path / "m.onnx")
     (found,) = run_onnx(path, (x,))

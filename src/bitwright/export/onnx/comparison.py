@@ -23,6 +23,7 @@ from bitwright.artifact import CompressedTensor
 from bitwright.export.coreai_activations import activation_operands
 from bitwright.export.devices import all_on_cpu
 from bitwright.export.lowering import lower
+from bitwright.program.aten_names import is_in_place
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .runtime import run_with_codes
@@ -242,7 +243,7 @@ class _InFloat64(TorchFunctionMode):
     ) -> Any:
         name = str(getattr(func, "__name__", "")).split(".")[0]
         rest = tree_map(_widened, (args, kwargs or {}))
-        if name in ("__setitem__", "set_", "__set__") or (name.endswith("_") and not name.endswith("__")):
+        if is_in_place(name) or name == "__set__":
             return func(*args[:1], *rest[0][1:], **rest[1])
         return tree_map(_widened, func(*rest[0], **rest[1]))
 

@@ -68,8 +68,7 @@ def traced(
             torch.onnx lacks.
     """
     names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
-    if isinstance(model, nn.Module):
-        dynamic_shapes = shapes_by_input(model, args, dynamic_shapes)
+    dynamic_shapes = shapes_by_input(model, args, dynamic_shapes)
     if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
         # torch.onnx takes a dictionary that comes last for keyword inputs
         return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)

@@ -33,6 +33,7 @@ from bitwright.errors import UnplannedCallWarning
 from bitwright.kernels.dispatch import is_exporting
 from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
+from bitwright.program.aten_names import is_in_place
 
 from .recompute import checkpoint_here, repeat_with
 
@@ -59,7 +60,7 @@ class CallSites:
     @classmethod
     def of(cls, base: str) -> CallSites:
         """Return those of a function by its name, without simulators yet."""
-        return cls(base == "__setitem__" or (base.endswith("_") and not base.endswith("__")))
+        return cls(is_in_place(base))
 
 
 @dataclass(slots=True)
@@ -134,19 +135,19 @@ class _Frame:
 
     def number(self, base: str, code: tuple[str, int] | None) -> int | None:
         """Return the number of a call of ``base`` that stands at ``code`` (None: nobody knows), None if not planned."""
-        number: int | None = self.counts.get(base, 0)
-        if code is not None and number is not None:
-            number, is_certain = self.table.find(base, code, number, self.certain.get(base, 0))
+        number = self.counts.get(base, 0)
+        if code is not None:
+            found, is_certain = self.table.find(base, code, number, self.certain.get(base, 0))
             if is_certain and self.guessed:
-                self._correct(base, number, code)
-            if number is None:
+                self._correct(base, found, code)
+            if found is None:
                 return None
+            number = found
             if is_certain:
                 self.certain[base] = number + 1
             else:
                 self.guessed[base, number] = code
-        if number is not None:
-            self.counts[base] = number + 1
+        self.counts[base] = number + 1
         return number
 
     def _correct(self, base: str, number: int | None, code: tuple[str, int]) -> None:
@@ -169,10 +170,11 @@ class _Frame:
             del self.guessed[base, guess]
             self.table.foreign.add((base, place))
         thread_frames.corrections += 1
+        functions = ", ".join(dict.fromkeys(place[0] for place in places.values()))
         _warn_of_unplanned(
             self.table,
             base,
-            f"in {place[0]} was not seen while preparing, and was taken for one further on, which has come now. It "
+            f"in {functions} was not seen while preparing, and was taken for one further on, which has come now. It "
             "runs unquantized from now on; what torch.export captures just now, it should capture again. Prepare with "
             "example inputs that take this path, or exclude the module in the config.",
         )
