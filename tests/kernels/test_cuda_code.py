@@ -19,7 +19,15 @@ from triton.compiler import ASTSource
 
 from bitwright.kernels.cuda import kernels
 
-POINTERS = {"scales": "*fp32", "points": "*i32", "origins": "*fp32", "mask": "*i32", "lows": "*i32", "highs": "*i32"}
+POINTERS = {
+    "scales": "*fp32",
+    "points": "*i32",
+    "origins": "*fp32",
+    "mask": "*i32",
+    "data": "*u8",
+    "lows": "*i32",
+    "highs": "*i32",
+}
 NUMBERS = {"low": "fp32", "high": "fp32", "quant_min": "fp32", "quant_max": "fp32", "new": "fp32", "old": "fp32"}
 TENSORS = ("x", "y", "gradient", "out", "running_lows", "running_highs")
 STORED = ["*fp32", "*i16", "*fp16"]
@@ -51,9 +59,10 @@ def test_map(dtype: int, integer: bool) -> None:
         given |= {"POINTS": integer and not origins, "ORIGINS": integer and origins}
         for together, length in ((False, 0), (False, 32), (True, 0)):
             where = {"PER_ELEMENT": origins and not together, "WIDE": origins, "TOGETHER": together, "LENGTH": length}
-            ptx = assembly(kernels.map_kernel, dtype, given | where)
-            check(ptx)
-            assert ("div.rn.f32" in ptx) == (op != 2)
+            for data in (False, True):
+                ptx = assembly(kernels.map_kernel, dtype, given | where | {"DATA": data})
+                check(ptx)
+                assert ("div.rn.f32" in ptx) == (op != 2)
 
 
 @pytest.mark.parametrize("dtype", [0, 1, 2])
@@ -65,8 +74,9 @@ def test_choose_and_rows(dtype: int, scheme: int) -> None:
         given = {"DTYPE": dtype, "SCHEME": scheme, "MODE": mode, "KEYS": True, "RUNNING": True, "PARTS": 1024 * mode}
         check(assembly(kernels.choose_kernel, dtype, given | {"INTEGER": integer, "SIZE": 256}))
     given = {"DTYPE": dtype, "SCHEME": scheme, "INTEGER": integer, "MINVAL": scheme == 1, "MASK": True}
-    given |= {"RUNNING": scheme == 0, "MODE": 1}
-    check(assembly(kernels.observe_rows_kernel, dtype, given | {"WIDE": False, "ROWS": 4, "COLUMNS": 1024}))
+    given |= {"RUNNING": scheme == 0, "MODE": 1, "WIDE": False, "ROWS": 4, "COLUMNS": 1024}
+    for data in (False, True):
+        check(assembly(kernels.observe_rows_kernel, dtype, given | {"DATA": data}))
 
 
 @pytest.mark.parametrize("dtype", [0, 1, 2])

@@ -15,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from bitwright.kernels import reference
+from bitwright.kernels import reference, saved_as_codes
+from bitwright.kernels.grid import Grid
+from bitwright.kernels.saved import is_marked
 
 from .kernel_comparing import assert_same
 from .kernel_strategies import Case, cases
@@ -67,6 +69,52 @@ def test_observe_and_fake_quantize(case: Case) -> None:
         results.append([t if t is None else t.cpu() for t in (y.detach(), x.grad, *made)])
     for place, (expected, mine) in enumerate(zip(*results, strict=True)):
         assert_same(mine, expected, zero_sign=place < 2)
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_every_tensor_is_decoded_to_its_bits(case: Case) -> None:
+    """What an operation saves of a result comes back the same from one byte per element, NaN and infinities too."""
+    from bitwright.kernels.cuda import fused
+
+    x = moved(case.x.detach()).requires_grad_()
+    options = {"block_size": case.block_size, "grid": case.grid}
+    for observed in (True, False):
+        with saved_as_codes(minimum=1) as freed:
+            if observed:
+                y, *made = fused.observe_and_fake_quantize(
+                    x, **options, scheme=case.scheme, scale_dtype=case.scale_dtype
+                )
+            else:
+                y = fused.fake_quantize(x, *made, **options)
+            if case.grid.quant_max - case.grid.quant_min < 2 and case.grid.is_integer:
+                assert not is_marked(y)  # NaN would need a third code
+                continue
+            product = y * torch.ones_like(y).requires_grad_()
+        assert freed.bytes == y.numel() * (y.itemsize - 1)
+        assert_same(product.grad_fn._saved_self.detach().cpu(), y.detach().cpu())
+
+
+@runs_here
+def test_every_float_code() -> None:
+    """All finite values of the float formats, at several scales, and NaN."""
+    from bitwright.formats import decode, format_of
+    from bitwright.kernels.cuda import fused
+
+    for name in ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"):
+        fmt = format_of(name)
+        values = decode(torch.arange(fmt.count).to(torch.uint8), fmt)
+        values = torch.cat([values[torch.isfinite(values)], torch.tensor([torch.nan])])
+        grid = Grid(fmt.dtype, fmt.minimum, fmt.maximum)
+        for scale in (1.0, 0.3, 2.0**-30):
+            made = (torch.tensor([scale], device=DEVICE), None, None)
+            x = (values * scale).to(DEVICE).requires_grad_()
+            with saved_as_codes(minimum=1):
+                y = fused.fake_quantize(x, *made, block_size=tuple(x.shape), grid=grid)
+                product = y * torch.ones_like(y).requires_grad_()
+            assert is_marked(y)
+            assert_same(product.grad_fn._saved_self.detach().cpu(), values * scale)
 
 
 @runs_here

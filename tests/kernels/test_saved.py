@@ -395,6 +395,22 @@ def test_a_result_changed_in_place_is_kept_as_it_is() -> None:
     assert torch.equal(w.grad, q.detach().T @ torch.ones(64, 64))
 
 
+def test_a_result_changed_after_it_was_saved() -> None:
+    """What the next operation saves is what it is now."""
+    x = torch.randn(64, 64, requires_grad=True)
+    w, v = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    with saved_as_codes(minimum=1):
+        q = kernels.fake_quantize(x, torch.tensor([[0.1]]), None, None, block_size=(64, 64), grid=INT8)
+        before = q.detach().clone()
+        y = q @ w
+        q.mul_(0.77)
+        z = q @ v
+    (y + z).sum().backward()
+    for gradient, values in ((w.grad, before), (v.grad, q.detach())):
+        assert gradient is not None
+        assert torch.equal(gradient, values.T @ torch.ones(64, 64))
+
+
 def test_changing_a_saved_tensor_is_still_an_error() -> None:
     """Autograd's check of in-place changes is not lost."""
     a = torch.randn(8, 8, requires_grad=True)

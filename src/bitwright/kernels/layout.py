@@ -23,7 +23,7 @@ SMALL = 1 << 17
 _LONG_ROW = 16 * LANES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Rows of a tensor, and the block of each.
 
@@ -53,8 +53,8 @@ class Layout:
     rowwise: bool
     disjoint: int
     words: int
-    table: npt.NDArray[np.int64] = field(repr=False, compare=False)
-    address: int = field(repr=False, compare=False)
+    table: npt.NDArray[np.int64] = field(repr=False)
+    address: int = field(repr=False)
 
 
 @dataclass(slots=True)

@@ -73,8 +73,8 @@ class Substitute:
         self._made_before: weakref.ref[torch.Tensor] | None = None
 
     def stands_for(self, y: torch.Tensor) -> bool:
-        """Whether the tensor that was marked can still be made; False if it must be kept as it is."""
-        return y._version == self.version
+        """Whether the marked tensor, which is as it was then, can be made again; False if it must be kept as it is."""
+        return True
 
     def count(self, y: torch.Tensor, freed: Freed) -> None:
         """Count what is saved by it, once."""
@@ -131,7 +131,7 @@ class CodesOnDemand(Substitute):
     def stands_for(self, y: torch.Tensor) -> bool:
         """Make the codes, if they are not there; False if the tensor must be kept as it is."""
         if self.data is None and not self._failed:
-            if not super().stands_for(y) or versions_of(self._parameters) != self._versions:
+            if versions_of(self._parameters) != self._versions:
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
@@ -263,7 +263,12 @@ def pack(saved: torch.Tensor) -> Any:
     if substitute is None and saved._base is not None:
         whole = saved._base
         substitute = getattr(whole, _MARK, None)
-    if substitute is not None and whole.storage_offset() == 0 and substitute.stands_for(whole):
+    if (
+        substitute is not None
+        and whole._version == substitute.version
+        and whole.storage_offset() == 0
+        and substitute.stands_for(whole)
+    ):
         freed: Freed | None = getattr(_local, "freed", None)
         if freed is not None:
             substitute.count(whole, freed)

@@ -22,7 +22,7 @@ _TRIED_AGAIN_AFTER = 100
 
 
 class SavedAsCodes(ForwardScope):
-    """Runs the forward passes of a model in training on a CPU under ``saved_as_codes``.
+    """Runs the forward passes of a model in training, on a CPU or a CUDA device, under ``saved_as_codes``.
 
     A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
 
@@ -56,7 +56,7 @@ class SavedAsCodes(ForwardScope):
         if self.is_over or not (self.module.training and may_save_as_codes() and undisturbed()):
             return False
         parameter = next(self.module.parameters(), None)
-        return parameter is not None and parameter.is_cpu
+        return parameter is not None and (parameter.is_cpu or parameter.is_cuda)
 
 
 @contextmanager

@@ -14,8 +14,10 @@ import triton.language as tl
 
 __all__ = [
     "block_of_row",
+    "byte_of",
     "choose",
     "code_of",
+    "code_of_byte",
     "jitted",
     "jitted_for_all",
     "narrow",
@@ -96,6 +98,51 @@ def code_of(
     codes = clamp(pre, low, high)
     if not INTEGER:
         codes = _code_of_float(codes, smallest, anchor)
+    return codes
+
+
+@jitted
+def byte_of(
+    codes: tl.tensor, low: tl.tensor, smallest: tl.tensor, anchor: tl.tensor, INTEGER: tl.constexpr
+) -> tl.tensor:
+    """A byte for a quantized value.
+
+    For integers how far it is from the lowest one, for float formats sign, exponent and mantissa. NaN gets 1 or 0x7F.
+    """
+    if INTEGER:
+        byte = tl.where(codes == codes, codes - low, 1.0).to(tl.uint8)
+    else:
+        bits = codes.to(tl.int32, bitcast=True)
+        magnitude = bits & _MAGNITUDE
+        shift, first = anchor >> 23, smallest >> 23  # bits of the mantissa that float32 has more; smallest exponent
+        normal = (magnitude >> shift) - ((first - 1) << (23 - shift))
+        steps_in_one = ((277 - first - shift) << 23).to(tl.float32, bitcast=True)
+        steps = (tl.where(magnitude < smallest, tl.abs(codes), 0.0) * steps_in_one).to(tl.int32)
+        number = tl.where(magnitude < smallest, steps, normal)
+        number = tl.where(codes == codes, number, 0x7F)
+        byte = (number | tl.where(bits < 0, 0x80, 0)).to(tl.uint8)
+    return byte
+
+
+@jitted
+def code_of_byte(
+    byte: tl.tensor, kept: tl.tensor, low: tl.tensor, smallest: tl.tensor, anchor: tl.tensor, INTEGER: tl.constexpr
+) -> tl.tensor:
+    """The quantized value that ``byte_of`` made a byte of, from it and its bit of the mask.
+
+    The mask tells the 1 of a NaN from that of a code: what else it leaves out was clipped to one of the two ends.
+    """
+    if INTEGER:
+        above = byte.to(tl.float32)
+        codes = tl.where((kept == 0) & (above == 1.0), float("nan"), above + low)
+    else:
+        number = byte.to(tl.int32) & 0x7F
+        shift, first = anchor >> 23, smallest >> 23
+        normal = ((number + ((first - 1) << (23 - shift))) << shift).to(tl.float32, bitcast=True)
+        step = ((first + shift - 23) << 23).to(tl.float32, bitcast=True)
+        magnitude = tl.where(number < (1 << (23 - shift)), number.to(tl.float32) * step, normal)
+        magnitude = tl.where(number == 0x7F, float("nan"), magnitude).to(tl.int32, bitcast=True)
+        codes = (magnitude | ((byte.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
     return codes
 
 

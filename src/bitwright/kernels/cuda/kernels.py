@@ -10,8 +10,10 @@ import triton.language as tl
 
 from .arithmetic import (
     block_of_row,
+    byte_of,
     choose,
     code_of,
+    code_of_byte,
     jitted,
     jitted_for_all,
     narrow,
@@ -55,6 +57,7 @@ def map_kernel(
     x: tl.tensor,
     y: tl.tensor,
     mask: tl.tensor,
+    data: tl.tensor,
     scales: tl.tensor,
     points: tl.tensor,
     origins: tl.tensor,
@@ -78,6 +81,7 @@ def map_kernel(
     POINTS: tl.constexpr,
     ORIGINS: tl.constexpr,
     MASK: tl.constexpr,
+    DATA: tl.constexpr,
     OUTER: tl.constexpr,
     PER_ELEMENT: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -87,6 +91,7 @@ def map_kernel(
 ) -> None:
     """Fake-quantize (``OP`` 0), quantize (1) or dequantize (2) ``SIZE`` elements per program.
 
+    With ``DATA``, operation 0 writes a byte for each element too, and operation 2 reads those and the mask.
     ``TOGETHER`` says that the elements of a program lie in one row, so that their block is asked for once. ``LENGTH``
     is the length where the compiler is to know it, else 0.
     """
@@ -109,7 +114,11 @@ def map_kernel(
         if PER_ELEMENT:
             block += column
     scale, offset, origin = _parameters(scales, points, origins, block, low, POINTS, ORIGINS)
-    codes = widen(tl.load(x + at, mask=inside, other=0), IN)
+    if OP == 2 and DATA:
+        kept = (tl.load(mask + at // 32, mask=inside, other=0) >> (at % 32).to(tl.int32)) & 1
+        codes = code_of_byte(tl.load(data + at, mask=inside, other=0), kept, low, smallest, anchor, INTEGER)
+    else:
+        codes = widen(tl.load(x + at, mask=inside, other=0), IN)
     if OP != 2:
         pre = unclamped(codes, scale, offset, origin, INTEGER)
         if MASK:
@@ -118,6 +127,8 @@ def map_kernel(
             place = program * (SIZE // 32) + tl.arange(0, SIZE // 32)
             tl.store(mask + place, words, mask=place * 32 < numel)
         codes = code_of(pre, low, high, smallest, anchor, INTEGER)
+        if DATA:
+            tl.store(data + at, byte_of(codes, low, smallest, anchor, INTEGER), mask=inside)
     if OP != 1:
         codes = value_of(codes, scale, offset, origin, INTEGER)
     tl.store(y + at, narrow(codes, OUT), mask=inside)
@@ -311,6 +322,7 @@ def observe_rows_kernel(
     x: tl.tensor,
     y: tl.tensor,
     mask: tl.tensor,
+    data: tl.tensor,
     scales: tl.tensor,
     points: tl.tensor,
     origins: tl.tensor,
@@ -329,6 +341,7 @@ def observe_rows_kernel(
     INTEGER: tl.constexpr,
     MINVAL: tl.constexpr,
     MASK: tl.constexpr,
+    DATA: tl.constexpr,
     RUNNING: tl.constexpr,
     MODE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -337,8 +350,8 @@ def observe_rows_kernel(
 ) -> None:
     """Observe and fake-quantize ``ROWS`` rows, each a block of ``length <= COLUMNS`` elements, in one pass.
 
-    With a mask ``length`` is a multiple of 32 unless there is one row, so that no word is shared by rows. ``RUNNING``
-    and ``MODE`` are as in ``choose_kernel``.
+    With a mask ``length`` is a multiple of 32 unless there is one row, so that no word is shared by rows. ``DATA`` is
+    as in ``map_kernel``, ``RUNNING`` and ``MODE`` as in ``choose_kernel``.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if WIDE:
@@ -372,5 +385,7 @@ def observe_rows_kernel(
         kept = present[:, None] & (word * 32 < length)[None, :]
         tl.store(mask + row[:, None] * ((length + 31) // 32) + word[None, :], tl.sum(grouped, axis=2), mask=kept)
     codes = code_of(pre, low, high, smallest, anchor, INTEGER)
+    if DATA:
+        tl.store(data + at, byte_of(codes, low, smallest, anchor, INTEGER), mask=inside)
     codes = value_of(codes, scale[:, None], offset[:, None], origin[:, None], INTEGER)
     tl.store(y + at, narrow(codes, DTYPE), mask=inside)

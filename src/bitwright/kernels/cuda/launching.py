@@ -8,70 +8,87 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["launch"]
+__all__ = ["Launch"]
 
 _logger = logging.getLogger(__name__)
 
-_MOST_KEPT = 4096
 _ALIGNMENT = 16  # bytes; Triton compiles code of its own for pointers that are not multiples of it
 # A fused multiply-add rounds once where the reference rounds twice.
 _EXACT = {"enable_fp_fusion": False}
 
-_kept: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 _keeps = True
+# Kernels load and store bfloat16 as int16, so that the rounding is theirs everywhere.
+_STORED = {torch.bfloat16: torch.int16}
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def launch(
-    kernel: Any,
-    programs: int,
-    tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[Any, ...],
-    warps: int,
-    **constants: Any,
-) -> None:
-    """Launch a kernel on the device of its tensors.
+class Launch:
+    """A kernel with the numbers and constants of one kind of call.
 
-    What Triton compiled for the same kinds of tensors and the same numbers is called again directly.
+    What Triton compiled for tensors of the same dtypes on the same device is launched again directly.
 
     Args:
         kernel: a jitted function whose parameters are pointers, then numbers, then constants.
         programs: size of the grid.
-        tensors: for the pointers; all on one device.
         numbers: for the numbers.
         warps: warps of a program.
         **constants: by name.
     """
-    first = tensors[0]
-    if not first.is_cuda:  # Triton's interpreter
-        kernel[(programs,)](*tensors, *numbers, **constants, **_EXACT)
-        return
-    device = first.get_device()
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, programs, tensors, numbers, warps, **constants)
-        return
-    key = (kernel.__name__, device, tuple([t.dtype for t in tensors]), numbers, tuple(constants.values()))
-    known = _kept.get(key)
-    if known is not None:
-        for tensor in tensors:
-            if tensor.data_ptr() % _ALIGNMENT:
-                break
-        else:
-            compiled, rest = known
-            compiled[programs, 1, 1](*tensors, *numbers, *rest)
+
+    __slots__ = ("_constants", "_kernel", "_known", "_numbers", "_programs", "_warps")
+
+    def __init__(self, kernel: Any, programs: int, numbers: tuple[Any, ...], warps: int, **constants: Any) -> None:
+        self._kernel, self._programs, self._numbers = kernel, programs, numbers
+        self._warps, self._constants = warps, constants
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launch on the device of the tensors.
+
+        Args:
+            *tensors: for the pointers; all on one device.
+        """
+        first = tensors[0]
+        if not first.is_cuda:  # Triton's interpreter
+            self._launch_anew(tensors, {})
             return
-    made = kernel[(programs,)](*tensors, *numbers, **constants, num_warps=warps, **_EXACT)
-    if known is None and _keeps and all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors):
-        _keep(key, kernel, made, constants, len(tensors) + len(numbers))
+        device = first.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        key = (device, *[tensor.dtype for tensor in tensors])
+        if together % _ALIGNMENT == 0:
+            known = self._known.get(key)
+            # Somebody who profiles Triton's launches has set the hook, which Triton calls.
+            if known is not None and triton.knobs.runtime.launch_enter_hook is None:
+                run, function, metadata, rest = known
+                run(self._programs, 1, 1, _stream(device), function, metadata, None, None, None, *addresses, *rest)
+                return
+        made = self._launch_anew(tensors, {"num_warps": self._warps})
+        if together % _ALIGNMENT == 0 and _keeps:
+            self._keep(key, made)
 
+    def _launch_anew(self, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
+        stored = [tensor.view(_STORED.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
+        return self._kernel[(self._programs,)](*stored, *self._numbers, **self._constants, **options, **_EXACT)
 
-def _keep(key: tuple[Any, ...], kernel: Any, made: Any, constants: dict[str, Any], others: int) -> None:
-    """Keep a compiled kernel, where this version of Triton has launched with one that can be called as it is here."""
-    global _keeps
-    if not isinstance(made, triton.compiler.CompiledKernel) or set(constants) != set(kernel.arg_names[others:]):
-        _keeps = False
-        _logger.info("Triton %s launches every kernel anew.", triton.__version__)
-        return
-    if len(_kept) >= _MOST_KEPT:
-        _kept.clear()
-    _kept[key] = made, tuple(constants[name] for name in kernel.arg_names[others:])
+    def _keep(self, key: tuple[Any, ...], made: Any) -> None:
+        """Keep a compiled kernel, where this version of Triton launches one as it is done here."""
+        global _keeps
+        names = self._kernel.arg_names[len(key) - 1 + len(self._numbers) :]
+        parts = [getattr(made, name, None) for name in ("run", "function", "packed_metadata")]
+        if (
+            None in parts
+            or _stream is None
+            or not isinstance(made, triton.compiler.CompiledKernel)
+            or set(self._constants) != set(names)
+        ):
+            _keeps = False
+            _logger.info("Triton %s launches every kernel anew.", triton.__version__)
+            return
+        self._known[key] = (*parts, (*self._numbers, *[self._constants[name] for name in names]))
