@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.artifact import Artifact
+from bitwright.config.spec import CompressionTargetTensor
 from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,6 +142,28 @@ def test_compiled(mode):
         assert sqnr(prepared(tokens), torch.compile(prepared, fullgraph=True)(tokens)) > 25
 
 
+@pytest.mark.parametrize("calculator", ["moving_average", "global_minmax"])
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("granularity", [{"type": "per_tensor"}, {"type": "per_channel", "axis": 1}])
+def test_ranges_under_autocast(calculator, scheme, granularity):
+    """A simulator that has seen float32 takes bfloat16 as it does on the CPU, bit for bit, without waiting."""
+    options = {"qscheme": scheme, "granularity": granularity, "qparam_calculator_cls": calculator}
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        spec = QuantizationSpec(dtype="int8", **options)
+        simulator = QuantizationComponentFactory.create_fake_quantizer(spec, CompressionTargetTensor.ACTIVATION)
+        tensors = [torch.randn(3, 8, 50).mul(1 + step).to(device) for step in range(4)]
+        found = [simulator(tensors[0])]
+        torch.cuda.set_sync_debug_mode("error")
+        found += [simulator(tensor) for tensor in [t.bfloat16() for t in tensors[1:]]]
+        torch.cuda.set_sync_debug_mode("default")
+        results.append([*found, *simulator.qparams_calculator.buffers()])
+    for expected, actual in zip(*results, strict=True):
+        assert expected.dtype == actual.dtype
+        assert torch.equal(expected, actual.cpu())
+
+
 @both_modes
 @pytest.mark.parametrize("preset", ["w8a8", "w4a4"])
 def test_saved_as_codes(mode, preset):
@@ -163,7 +187,6 @@ def test_saved_as_codes(mode, preset):
             torch.cuda.set_sync_debug_mode("default")
         peaks.append(torch.cuda.max_memory_allocated() - before)
         gradients.append([parameter.grad for parameter in prepared.parameters()])
-    print(peaks)
     assert peaks[1] < 0.8 * peaks[0]
     for expected, actual in zip(*gradients, strict=True):
         assert torch.equal(expected, actual)

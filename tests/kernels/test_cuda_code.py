@@ -29,13 +29,15 @@ POINTERS = {
     "highs": "*i32",
 }
 NUMBERS = {"low": "fp32", "high": "fp32", "quant_min": "fp32", "quant_max": "fp32", "new": "fp32", "old": "fp32"}
-TENSORS = ("x", "y", "gradient", "out", "running_lows", "running_highs")
+TENSORS = ("x", "y", "gradient", "out")
+RANGES = ("running_lows", "running_highs")
 STORED = ["*fp32", "*i16", "*fp16"]
 
 
 def assembly(kernel: Any, dtype: int, constants: dict[str, Any]) -> str:
     """PTX of a kernel for tensors of a dtype; ptxas has accepted it."""
     types = {**POINTERS, **NUMBERS, **dict.fromkeys(TENSORS, STORED[dtype])}
+    types |= dict.fromkeys(RANGES, STORED[constants.get("KEPT", dtype)])
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
@@ -65,18 +67,18 @@ def test_map(dtype: int, integer: bool) -> None:
                 assert ("div.rn.f32" in ptx) == (op != 2)
 
 
-@pytest.mark.parametrize("dtype", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "kept"), [(0, 0), (1, 1), (2, 2), (1, 0), (2, 0)])
 @pytest.mark.parametrize("scheme", [0, 1, 10])
-def test_choose_and_rows(dtype: int, scheme: int) -> None:
-    """Every scheme and every way of keeping a running range."""
+def test_choose_and_rows(dtype: int, kept: int, scheme: int) -> None:
+    """Every scheme and every way of keeping a running range, of the tensor's dtype or float32."""
     integer = scheme < 2
+    stored = {"DTYPE": dtype, "KEPT": kept, "SCHEME": scheme, "INTEGER": integer, "RUNNING": True}
     for mode in (0, 1, 2):
-        given = {"DTYPE": dtype, "SCHEME": scheme, "MODE": mode, "KEYS": True, "RUNNING": True, "PARTS": 1024 * mode}
-        check(assembly(kernels.choose_kernel, dtype, given | {"INTEGER": integer, "SIZE": 256}))
-    given = {"DTYPE": dtype, "SCHEME": scheme, "INTEGER": integer, "MINVAL": scheme == 1, "MASK": True}
-    given |= {"RUNNING": scheme == 0, "MODE": 1, "WIDE": False, "ROWS": 4, "COLUMNS": 1024}
+        given = stored | {"MODE": mode, "KEYS": True, "PARTS": 1024 * mode, "SIZE": 256}
+        check(assembly(kernels.choose_kernel, dtype, given))
     for data in (False, True):
-        check(assembly(kernels.observe_rows_kernel, dtype, given | {"DATA": data}))
+        given = stored | {"MINVAL": scheme == 1, "MASK": True, "DATA": data, "RUNNING": scheme == 0, "MODE": 1}
+        check(assembly(kernels.observe_rows_kernel, dtype, given | {"WIDE": False, "ROWS": 4, "COLUMNS": 1024}))
 
 
 @pytest.mark.parametrize("dtype", [0, 1, 2])

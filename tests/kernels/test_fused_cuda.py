@@ -7,6 +7,7 @@ their own when there is no GPU.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -150,8 +151,9 @@ def test_running_range(case: Case) -> None:
     low, high = reference.min_max(case.x, case.block_size)
     options = {"grid": case.grid, "scheme": case.scheme, "scale_dtype": case.scale_dtype}
     made = reference.choose_qparams(low, high, **options)
-    for constant in (None, 0.01):
-        state = [t if t is None else torch.zeros(t.shape, dtype=t.dtype) for t in (low, high, *made)]
+    for constant, kept in itertools.product((None, 0.01), {low.dtype, torch.float32}):
+        ranges = low.to(kept), high.to(kept)  # float32 where a model is trained under autocast
+        state = [t if t is None else torch.zeros(t.shape, dtype=t.dtype) for t in (*ranges, *made)]
         other = [t if t is None else t.clone().to(DEVICE) for t in state]
         x = case.x
         for restart in (True, False):

@@ -405,7 +405,7 @@ def observe_running_and_fake_quantize(
 
     Args:
         x: tensor of any shape, floating point.
-        running_min: smallest element of each block so far, in the dtype of ``x``.
+        running_min: smallest element of each block so far, in the dtype of ``x`` or float32, in which it is averaged.
         running_max: largest element of each block so far, likewise.
         scale: where the float32 scales go.
         zero_point: where the int32 zero points go; None for float formats.

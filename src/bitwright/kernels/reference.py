@@ -479,9 +479,9 @@ def moving_average(
 def check_running(
     counts: tuple[int, ...], dtype: torch.dtype, running_min: torch.Tensor, running_max: torch.Tensor
 ) -> None:
-    """Raise ``ValueError`` when a running range has not one entry of the dtype per block."""
+    """Raise ``ValueError`` when a running range has not one entry of the dtype, or float32, per block."""
     for name, running in (("running_min", running_min), ("running_max", running_max)):
-        if running.shape != counts or running.dtype != dtype:
+        if running.shape != counts or running.dtype not in (dtype, torch.float32):
             raise ValueError(
                 f"{name} has shape {tuple(running.shape)} and dtype {running.dtype}, but the tensor's blocks need "
                 f"shape {tuple(counts)} and dtype {dtype}. Reset the observer before it sees tensors of another shape "
@@ -489,16 +489,17 @@ def check_running(
             )
 
 
-def is_state(x: torch.Tensor, blocks: int, integer: bool, *state: torch.Tensor | None) -> bool:
+def is_state(x: torch.Tensor, running: torch.dtype, blocks: int, integer: bool, *state: torch.Tensor | None) -> bool:
     """Return whether a kernel may write the state of an observer of ``x`` directly, taking its memory for granted.
 
     Args:
         x: the observed tensor.
+        running: dtype that the running range must have.
         blocks: number of blocks.
         integer: whether the codes are integers, which have a zero point and a minval.
         *state: running minimum, running maximum, scale, zero point, minval.
     """
-    wanted = (x.dtype, x.dtype, torch.float32, torch.int32, torch.float32)
+    wanted = (running, running, torch.float32, torch.int32, torch.float32)
     return all(
         not integer
         if tensor is None

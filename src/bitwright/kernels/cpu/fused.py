@@ -300,7 +300,7 @@ def observe_running_and_fake_quantize(
     layout = layout_of(flat.shape, order, block_size)
     check_running(layout.counts, x.dtype, running_min, running_max)
     native = native_grid(grid)
-    if not is_state(x, layout.blocks, native.integer, running_min, running_max, *made):
+    if not is_state(x, x.dtype, layout.blocks, native.integer, running_min, running_max, *made):
         return reference.observe_running_and_fake_quantize(
             x, running_min, running_max, *made, block_size=block_size, grid=grid, scheme=scheme,
             scale_dtype=scale_dtype, averaging_constant=averaging_constant, restart=restart, quantize=quantize,

@@ -103,6 +103,13 @@ def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torc
     return parameter.detach().to(x.device, dtype).contiguous()
 
 
+def _needed(made: Parameters, grid: Grid) -> Parameters:
+    """The parameters without those that the grid's formulation does not look at."""
+    scale, zero_point, minval = made
+    numbers = _numbers(grid)
+    return scale, None if numbers.minval or not numbers.integer else zero_point, minval if numbers.minval else None
+
+
 def _map(
     op: int,
     x: torch.Tensor,
@@ -114,10 +121,7 @@ def _map(
     data: torch.Tensor | None = None,
 ) -> None:
     """Launch ``map_kernel``."""
-    scale, zero_point, minval = made
-    numbers = _numbers(grid)
-    points = None if numbers.minval or not numbers.integer else zero_point
-    origins = minval if numbers.minval else None
+    scale, points, origins = _needed(made, grid)
     launch = _map_launch(
         op, x.dtype, y.dtype, layout, grid, points is not None, origins is not None, mask is not None, data is not None
     )
@@ -193,8 +197,8 @@ class _Bytes(Substitute):
             self._failed = versions_of(self._made) != self._versions
             self._is_kept = not self._failed
             if self._is_kept:
-                scale, *others = self._made
-                point, origin = (None if t is None else t.clone() for t in others)
+                scale, point, origin = _needed(self._made, self._grid)
+                point, origin = (None if t is None else t.clone() for t in (point, origin))
                 self._made = scale.clone(), point, origin
         return self._is_kept
 
@@ -400,21 +404,30 @@ def _choose(
     mode, constant, *tracked = running if running is not None else (None, 0.0, scale, scale)
     blocks, keys = scale.numel(), lows.dtype == torch.int32
     parts = lows.numel() if keys and blocks == 1 else 0
-    launch = _choose_launch(blocks, keys, parts, grid, scheme, dtype, mode, constant)
+    kept = dtype if running is None else running[2].dtype
+    launch = _choose_launch(blocks, keys, parts, grid, scheme, dtype, kept, mode, constant)
     launch(lows, highs, *tracked, scale, _or(zero_point, scale), _or(minval, scale))
 
 
 @lru_cache(maxsize=_MOST_LAUNCHES)
 def _choose_launch(
-    blocks: int, keys: bool, parts: int, grid: Grid, scheme: int, dtype: torch.dtype, mode: int | None, constant: float
+    blocks: int,
+    keys: bool,
+    parts: int,
+    grid: Grid,
+    scheme: int,
+    dtype: torch.dtype,
+    kept: torch.dtype,
+    mode: int | None,
+    constant: float,
 ) -> Launch:
-    """``mode`` is None without a running range."""
+    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
     numbers = _numbers(grid)
     return Launch(
         choose_kernel, _divided(blocks, 256),
         (numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts), _WARPS,
-        DTYPE=_DTYPES[dtype], SCHEME=scheme, MODE=mode or 0, KEYS=keys, PARTS=_MOST_PARTS if parts else 0,
-        RUNNING=mode is not None, INTEGER=numbers.integer, SIZE=256,
+        DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, MODE=mode or 0, KEYS=keys,
+        PARTS=_MOST_PARTS if parts else 0, RUNNING=mode is not None, INTEGER=numbers.integer, SIZE=256,
     )  # fmt: skip
 
 
@@ -447,7 +460,8 @@ def _observe_rows(
     scale, zero_point, minval = made
     y = torch.empty_like(x)
     mode, constant, *tracked = running if running is not None else (None, 0.0, scale, scale)
-    launch = _rows_launch(layout, grid, scheme, x.dtype, mask is not None, data is not None, mode, constant)
+    kept = x.dtype if running is None else running[2].dtype
+    launch = _rows_launch(layout, grid, scheme, x.dtype, kept, mask is not None, data is not None, mode, constant)
     launch(x, y, _or(mask, y), _or(data, y), scale, _or(zero_point, scale), _or(minval, scale), *tracked)
     return y
 
@@ -458,12 +472,13 @@ def _rows_launch(
     grid: Grid,
     scheme: int,
     dtype: torch.dtype,
+    kept: torch.dtype,
     mask: bool,
     data: bool,
     mode: int | None,
     constant: float,
 ) -> Launch:
-    """``mode`` is None without a running range."""
+    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
     numbers = _numbers(grid)
     columns = max(32, _power_of_two(layout.length))
     rows = max(1, 4096 // columns)
@@ -471,8 +486,9 @@ def _rows_launch(
         observe_rows_kernel, _divided(layout.rows, rows),
         (*numbers[2:], constant, 1.0 - constant, layout.rows, layout.length),
         _MOST_WARPS if columns > 4096 else _MORE_WARPS,
-        DTYPE=_DTYPES[dtype], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval, MASK=mask, DATA=data,
-        RUNNING=mode is not None, MODE=mode or 0, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns,
+        DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
+        MASK=mask, DATA=data, RUNNING=mode is not None, MODE=mode or 0, WIDE=layout.numel + 4096 >= _WIDE,
+        ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -526,7 +542,8 @@ def observe_running_and_fake_quantize(
     layout = layout_of(flat.shape, order, block_size)
     reference.check_running(layout.counts, x.dtype, running_min, running_max)
     state = (running_min, running_max, scale, zero_point, minval)
-    if not reference.is_state(x, layout.blocks, grid.is_integer, *state):
+    mixed = running_min.dtype != x.dtype
+    if (mixed and restart) or not reference.is_state(x, running_min.dtype, layout.blocks, grid.is_integer, *state):
         return reference.observe_running_and_fake_quantize(
             x, running_min, running_max, scale, zero_point, minval, block_size=block_size, grid=grid, scheme=scheme,
             scale_dtype=scale_dtype, averaging_constant=averaging_constant, restart=restart, quantize=quantize,

@@ -230,11 +230,12 @@ def _blend(
     old: tl.tensor,
     sign: tl.tensor,
     DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """The new running value; see ``cpu.choosing.blend``."""
+    """The new running value, of dtype ``KEPT``; see ``cpu.choosing.blend``."""
     if MODE == 1:
-        result = round_to(round_to(value * new, DTYPE) + round_to(running * old, DTYPE), DTYPE)
+        result = round_to(round_to(value * new, DTYPE) + round_to(running * old, KEPT), KEPT)
     else:
         result = tl.where((running != running) | (running * sign < value * sign), running, value)
     return result
@@ -251,19 +252,20 @@ def _track(
     new: tl.tensor,
     old: tl.tensor,
     DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Move the running ranges by new ones, and return them."""
+    """Move the running ranges, of dtype ``KEPT``, by new ones, and return them."""
     low = tl.where(low >= 0, 0.0, low)
     high = tl.where(high <= 0, 0.0, high)
     if MODE != 0:
-        old_low = widen(tl.load(running_lows + at, mask=inside, other=0), DTYPE)
-        old_high = widen(tl.load(running_highs + at, mask=inside, other=0), DTYPE)
+        old_low = widen(tl.load(running_lows + at, mask=inside, other=0), KEPT)
+        old_high = widen(tl.load(running_highs + at, mask=inside, other=0), KEPT)
         blank = (old_low == 0) & (old_high == 0) & (MODE == 1)  # nothing to average with
-        low = tl.where(blank, low, _blend(low, old_low, new, old, 1.0, DTYPE, MODE))
-        high = tl.where(blank, high, _blend(high, old_high, new, old, -1.0, DTYPE, MODE))
-    tl.store(running_lows + at, narrow(low, DTYPE), mask=inside)
-    tl.store(running_highs + at, narrow(high, DTYPE), mask=inside)
+        low = tl.where(blank, low, _blend(low, old_low, new, old, 1.0, DTYPE, KEPT, MODE))
+        high = tl.where(blank, high, _blend(high, old_high, new, old, -1.0, DTYPE, KEPT, MODE))
+    tl.store(running_lows + at, narrow(low, KEPT), mask=inside)
+    tl.store(running_highs + at, narrow(high, KEPT), mask=inside)
     return low, high
 
 
@@ -283,6 +285,7 @@ def choose_kernel(
     blocks: tl.tensor,
     parts: tl.tensor,
     DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
     SCHEME: tl.constexpr,
     MODE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -309,8 +312,8 @@ def choose_kernel(
         low = tl.load(lows + at, mask=inside, other=0.0)
         high = tl.load(highs + at, mask=inside, other=0.0)
     if RUNNING:
-        low, high = _track(low, high, running_lows, running_highs, at, inside, new, old, DTYPE, MODE)
-    scale, point, origin = choose(low, high, quant_min, quant_max, DTYPE, SCHEME)
+        low, high = _track(low, high, running_lows, running_highs, at, inside, new, old, DTYPE, KEPT, MODE)
+    scale, point, origin = choose(low, high, quant_min, quant_max, KEPT, SCHEME)
     tl.store(scales + at, scale, mask=inside)
     if INTEGER:
         tl.store(points + at, point, mask=inside)
@@ -337,6 +340,7 @@ def observe_rows_kernel(
     rows: tl.tensor,
     length: tl.tensor,
     DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
     SCHEME: tl.constexpr,
     INTEGER: tl.constexpr,
     MINVAL: tl.constexpr,
@@ -366,8 +370,8 @@ def observe_rows_kernel(
     most = tl.max(tl.where(inside, keys, -2147483648), axis=1)
     first, last = value_of_key(least, most)
     if RUNNING:
-        first, last = _track(first, last, running_lows, running_highs, row, present, new, old, DTYPE, MODE)
-    scale, point, origin = choose(first, last, low, high, DTYPE, SCHEME)
+        first, last = _track(first, last, running_lows, running_highs, row, present, new, old, DTYPE, KEPT, MODE)
+    scale, point, origin = choose(first, last, low, high, KEPT, SCHEME)
     tl.store(scales + row, scale, mask=present)
     if INTEGER:
         tl.store(points + row, point, mask=present)

@@ -22,6 +22,12 @@ _STORED = {torch.bfloat16: torch.int16}
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+def _is_watched() -> bool:
+    """Whether somebody, such as a profiler, has hooks called at every launch, which is left to Triton then."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
 class Launch:
     """A kernel with the numbers and constants of one kind of call.
 
@@ -64,8 +70,7 @@ class Launch:
         key = (device, *[tensor.dtype for tensor in tensors])
         if together % _ALIGNMENT == 0:
             known = self._known.get(key)
-            # Somebody who profiles Triton's launches has set the hook, which Triton calls.
-            if known is not None and triton.knobs.runtime.launch_enter_hook is None:
+            if known is not None and not _is_watched():
                 run, function, metadata, rest = known
                 run(self._programs, 1, 1, _stream(device), function, metadata, None, None, None, *addresses, *rest)
                 return

@@ -46,6 +46,13 @@ def measures_both_ends(calculator: Any) -> bool:
     return low is None and high is None
 
 
+def _is_averaged_in_float32(calculator: Any, running: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel moves a float32 range by halves: that of a model trained under autocast, on a GPU."""
+    return (
+        running.is_cuda and running.dtype == torch.float32 and not calculator._progress.restart and dtype.itemsize == 2
+    )
+
+
 def tracks_in_place(calculator: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a further tensor of this dtype and device updates a running range whose buffers are ready for it."""
     kind = type(calculator)
@@ -59,6 +66,6 @@ def tracks_in_place(calculator: Any, dtype: torch.dtype, device: torch.device) -
         and measures_both_ends(calculator)
         and type(calculator._modules["range_calculator"]) is MinMaxRangeCalculator
         and calculator._buffers["scale"].shape == running.shape
-        and running.dtype == dtype
+        and (running.dtype == dtype or _is_averaged_in_float32(calculator, running, dtype))
         and running.device == device
     )
