@@ -29,7 +29,7 @@ from torch import nn
 from training import GPT, ResNet, learning
 
 HERE = Path(__file__).parent
-FULL = "bitwright, saved in full"
+CODES = "bitwright, saved as codes"
 # Tensors of which a GPU's cache does not hold the better part.
 LARGER = {(8, 512, 768): (64, 512, 768), (32, 256, 56, 56): (128, 256, 56, 56), (4096, 4096): (8192, 8192)}
 ALLOWED = {"step": 1.2, "peak memory": 1.25}
@@ -132,13 +132,13 @@ def step_of(package: str, name: str, execution: str, half: bool) -> Callable[[],
     """A training step, in bfloat16 by autocast or in float32."""
     model, x, y = problem(name)
     if package != "float":
-        in_full = package == FULL
-        quantization = importlib.import_module(f"{'bitwright' if in_full else package}.quantization")
+        as_codes = package == CODES
+        quantization = importlib.import_module(f"{'bitwright' if as_codes else package}.quantization")
         quantizer = quantization.Quantizer(model, quantization.QuantizerConfig(execution_mode=execution))
         model = quantizer.prepare((x,))
         with quantizer.calibration_mode(), torch.no_grad():
             model(x)
-        training = quantizer.training_mode(**({"save_as_codes": False} if in_full else {}))
+        training = quantizer.training_mode(**({"save_as_codes": True} if as_codes else {}))
         training.__enter__()
         model.mode_held = training  # which ends it when it goes
     scope = (lambda: torch.autocast("cuda", torch.bfloat16)) if half else contextlib.nullcontext
@@ -164,7 +164,7 @@ def training(repeats: int) -> Iterator[dict[str, Any]]:
         for execution in ("eager", "graph"):
             for half in (False, True):
                 memory, steps = {}, {}
-                for side in ("float", *packages(), FULL):
+                for side in ("float", *packages(), CODES):
                     try:
                         memory[side] = peak(side, name, execution, half)
                         steps[side] = on_the_clock(step_of(side, name, execution, half))

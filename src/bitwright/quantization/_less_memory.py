@@ -22,18 +22,23 @@ _TRIED_AGAIN_AFTER = 100
 
 
 class SavedAsCodes(ForwardScope):
-    """Runs the forward passes of a model in training, on a CPU or a CUDA device, under ``saved_as_codes``.
+    """Runs the forward passes of a model in training under ``saved_as_codes``.
 
     A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
+
+    Args:
+        module: the model.
+        on_gpu: on a CUDA device too, not only on a CPU.
 
     Attributes:
         is_over: whether it does nothing any more: training has ended, with this scope still inside of what somebody
             else has put around it, or it belongs to a copy of the model.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_gpu: bool = False) -> None:
         super().__init__(module)
         self.is_over = False
+        self._on_gpu = on_gpu
         self._passed_over = _TRIED_AGAIN_AFTER
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,13 +61,13 @@ class SavedAsCodes(ForwardScope):
         if self.is_over or not (self.module.training and may_save_as_codes() and undisturbed()):
             return False
         parameter = next(self.module.parameters(), None)
-        return parameter is not None and (parameter.is_cpu or parameter.is_cuda)
+        return parameter is not None and (parameter.is_cpu or (self._on_gpu and parameter.is_cuda))
 
 
 @contextmanager
-def activations_as_codes(model: nn.Module) -> Iterator[None]:
+def activations_as_codes(model: nn.Module, on_gpu: bool = False) -> Iterator[None]:
     """Run the forward passes of ``model``, but not of copies of it, under ``saved_as_codes`` where that frees much."""
-    scope = SavedAsCodes(model)
+    scope = SavedAsCodes(model, on_gpu)
     undo = wrap_forward(scope)
     try:
         yield
