@@ -364,7 +364,7 @@ class Normalized(nn.Module):
 
 
 def test_matrices_that_are_computed_beforehand_are_kept_from_the_kernel_that_rounds(tmp_path):
-    """ONNX Runtime quantizes a stored matrix when it opens the file, and took it for a weight beside float activations."""
+    """ONNX Runtime quantizes a stored matrix on opening the file, and took it for a weight beside float activations."""
     torch.manual_seed(0)
     x, model = torch.randn(2, 8, 32), Normalized().eval()
     quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="graph"))

@@ -14,7 +14,6 @@ from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, default_activation_quantization_spec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
-
 from tests.measures import sqnr
 
 from .networks import GroupedCNN, TinyTransformer

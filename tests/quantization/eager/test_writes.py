@@ -49,14 +49,15 @@ class Writing(nn.Module):
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_through_views_is_no_activation(write, kind):
-    """Simulators stand on the product and the sum that follow, which are told apart from the writes of the same name."""
+    """Simulators stand on the product and the sum that follow, which are told apart from writes of the same name."""
     torch.manual_seed(0)
     x, model = torch.randn(4, 4), Writing(write, kind).eval()
     truth = copy.deepcopy(model)
     quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager"))
     prepared = quantizer.prepare((x,))
     found = {name.partition("_quantize")[0] for name in simulator_names(prepared) if not name.startswith("fc.")}
-    assert len(found) == 2 and not any(name.endswith("_") for name in found)
+    assert len(found) == 2
+    assert not any(name.endswith("_") for name in found)
     with quantizer.calibration_mode(), torch.no_grad():
         prepared(x)
         truth(x)

@@ -27,7 +27,7 @@ class Children(dict[str, Any]):
         hidden: names of the simulators.
     """
 
-    def __init__(self, children: Mapping[str, Any] = {}) -> None:  # noqa: B006 - it is not changed
+    def __init__(self, children: Mapping[str, Any]) -> None:
         super().__init__(children)
         self.hidden: set[str] = set()
 
@@ -61,7 +61,6 @@ class Children(dict[str, Any]):
 
 def goes_over_children(module: nn.Module) -> bool:
     """Whether a module may go over its children in its forward: as a container, or by a method that asks for them."""
-    functions = (f for cls in type(module).__mro__ if cls is not nn.Module for f in vars(cls).values())
-    return isinstance(module, _CONTAINERS) or any(
-        isinstance(function, FunctionType) and not _WAYS.isdisjoint(function.__code__.co_names) for function in functions
-    )
+    own = (member for cls in type(module).__mro__ if cls is not nn.Module for member in vars(cls).values())
+    codes = (member.__code__ for member in own if isinstance(member, FunctionType))
+    return isinstance(module, _CONTAINERS) or any(not _WAYS.isdisjoint(code.co_names) for code in codes)

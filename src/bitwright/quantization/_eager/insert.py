@@ -42,7 +42,8 @@ class Insertion:
         self._undo: list[Callable[[], Any]] = []
         self._tables: dict[str, CallTable] = {}
         self._scopes: dict[str, OpScope] = {}
-        self._framed = {site.op.module_path for place in plan.placements for site in place.sites if self._is_inside(site)}
+        sites = (site for placement in plan.placements for site in placement.sites)
+        self._framed = {site.op.module_path for site in sites if self._is_inside(site)}
         built = [(_build(placement), placement) for placement in plan.placements]
         try:
             for simulator, placement in built:
@@ -131,9 +132,9 @@ class Insertion:
         if not isinstance(children, Children):
             if not goes_over_children(module):
                 return
-            module._modules = Children(children)
+            module._modules = children = Children(children)
             self._undo.append(lambda: setattr(module, "_modules", dict(module._modules)))
-        module._modules.hidden.add(child)  # type: ignore[union-attr]
+        children.hidden.add(child)
 
     def _attach_frames(self) -> None:
         shielded: set[str] = set()
