@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from bitwright.kernels.dispatch import is_exporting
-from bitwright.program import Program
+from bitwright.program import Program, StateTensor
 
 from .initialise import written_states
 
@@ -19,10 +19,16 @@ def cut_gradients_between_calls(module: nn.Module, program: Program) -> None:
 
     Models write to them under ``torch.no_grad``, which a capture without gradients does not keep.
     """
-    written = {id(state.tensor) for state in written_states(program) if not state.is_parameter}
+    written = {id(state.tensor) for state in written_states(program) if _may_need_gradients(state)}
     names = tuple(name for name, buffer in module.named_buffers() if id(buffer) in written)
     if names:
         module.register_forward_hook(_Cut(names))
+
+
+def _may_need_gradients(state: StateTensor) -> bool:
+    """Whether a state may become part of autograd's graph; the statistics that a norm keeps never do."""
+    by_norm = all(use.op.type.endswith("_norm") for use in state.uses)
+    return not (state.is_parameter or by_norm) and state.tensor.is_floating_point()
 
 
 class _Cut:
