@@ -16,6 +16,7 @@ pytest.importorskip("onnxruntime")
 import onnx
 import onnxruntime
 
+from bitwright.errors import ConfigMatchWarning
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity
@@ -349,3 +350,29 @@ def test_a_batch_of_matrices_with_a_scale_for_each_output_is_kept_from_the_integ
         ready(x)
     (actual,) = run_onnx(_exported(ready, x, tmp_path), (x,))
     assert sqnr(ready(x).detach(), actual) > ENOUGH_DB
+
+
+class Normalized(nn.Module):
+    """Multiplies by a matrix that is made of a parameter, as under spectral normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.bias = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        return nn.functional.elu(nn.functional.linear(x, self.matrix / self.matrix.norm(), self.bias))
+
+
+def test_matrices_that_are_computed_beforehand_are_kept_from_the_kernel_that_rounds(tmp_path):
+    """ONNX Runtime quantizes a stored matrix on opening the file, and took it for a weight beside float activations."""
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 8, 32), Normalized().eval()
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="graph"))
+    with pytest.warns(ConfigMatchWarning, match="computed-weight"):
+        ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    path = _exported(ready, x, tmp_path)
+    assert "MatMulNBits" not in _kinds_at_run_time(path)
+    with torch.no_grad():
+        assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB

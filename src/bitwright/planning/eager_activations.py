@@ -28,20 +28,20 @@ def request_activations(
 
     A tensor that crosses the boundary of a module with ``module_input_spec`` or ``module_output_spec`` takes that spec
     instead, the innermost such module first. Values that hold mask sentinels are left alone, and so are those of which
-    every digit matters. Weights that were finalized before stay weights, and what a model writes to its parameters is
-    no activation: a simulator would round the parameters themselves.
+    every digit matters. Weights that were finalized before stay weights. What a model writes to its parameters and
+    buffers is no activation, for a simulator would round them themselves; only what is written takes a boundary's spec.
     """
     exact = exact_values(program)
     excluded = sentinel_values(program) | exact.values
     for op in program.ops:
-        if _writes_to_parameter(op):
-            continue
-        op_rule = op_rule_of(op)
+        writes = _writes_to_state(op)
+        op_rule = None if writes else op_rule_of(op)
         for argument in op.arguments if id(op) not in exact.ops else ():
             value = argument.value
-            if value.is_quantizable and id(value) not in excluded and not _is_weight(argument):
+            left_alone = id(value) in excluded or _is_weight(argument) or _is_target(argument)
+            if value.is_quantizable and not left_alone:
                 yield from _request(_input(program, rules, op, op_rule, argument), Site(op, argument=argument))
-        for value in op.outputs:
+        for value in op.outputs if not writes else ():
             if value.is_quantizable and id(value) not in excluded:
                 site = Site(op, output_index=value.output_index)
                 yield from _request(_output(program, rules, op, op_rule, value), site)
@@ -52,10 +52,16 @@ def _is_weight(argument: Argument) -> bool:
     return state_read_by(argument) is not None or is_unpacked(argument.value)
 
 
-def _writes_to_parameter(op: Op) -> bool:
-    """Whether an op changes a parameter of the model in place."""
+def _writes_to_state(op: Op) -> bool:
+    """Whether an op changes a parameter or buffer in place, or what the simulators on a parameter return."""
     written = state_read_by(op.arguments[0]) if is_in_place(op.type) and op.arguments else None
-    return written is not None and written.is_parameter
+    return bool(op.overwrites) or (written is not None and written.is_parameter)
+
+
+def _is_target(argument: Argument) -> bool:
+    """Whether an argument only says where to write to: a simulator would have the op write to a copy."""
+    op = argument.op
+    return argument.name == "out" or (argument.index == 0 and is_in_place(op.type) and bool(op.overwrites))
 
 
 _Found = tuple[SpecMatch, str, str]

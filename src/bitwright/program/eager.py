@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright._utils.call_frames import calling_code
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 
+from .aten_names import is_in_place
 from .export_errors import inputs_by_name
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
@@ -165,6 +166,7 @@ class _Tracer:
             if value.state is not None:
                 value.state.uses.append(argument)
         op.literals = _literals(func, args, kwargs)
+        op.overwrites = self._overwritten(base, args, kwargs)
         written = result is None and args and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.by_tensor
         for index, leaf in enumerate(tree_leaves(args[0] if written else result)):
             if isinstance(leaf, torch.Tensor):
@@ -176,6 +178,17 @@ class _Tracer:
         if self.on_op is not None:
             self.on_op(op)
         return result
+
+    def _overwritten(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the model's parameters and buffers that lie in the memory that a call has written to."""
+        targets = [kwargs.get("out")]
+        if is_in_place(base):
+            targets += args[:1] or [kwargs.get("input")]
+        written = {memory for leaf in tree_leaves(targets) if (memory := _memory_of(leaf)) is not None}
+        if not written:
+            return ()
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return tuple(name for name, tensor in tensors.items() if _memory_of(tensor) in written)
 
     def lookup(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         names = argument_names(func)
@@ -286,6 +299,17 @@ _NOT_OPS = frozenset(
     }
     | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
 )
+
+
+def _memory_of(leaf: Any) -> int | None:
+    """Return what tells the memory of a tensor from all other that is in use, None where it has none of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return leaf.untyped_storage()._cdata if leaf.numel() else None
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that hold other tensors
+        return None
 
 
 def _version(tensor: torch.Tensor) -> int:

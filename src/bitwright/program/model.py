@@ -181,6 +181,7 @@ class Op:
         handle: the front end's own object for this op (an ``fx.Node`` in graph mode).
         aliases: further spellings of ``type`` that ``op_type_config`` may use.
         written_in: where the call stands in the model's code, in eager mode: a function's name, and an offset in it.
+        overwrites: names of the parameters and buffers whose memory it writes to, through whatever view, in eager mode.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Op:
     handle: Any = None
     aliases: tuple[str, ...] = ()
     written_in: tuple[str, int] | None = None
+    overwrites: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Op({self.name!r}, {self.type!r}, in={self.module_path!r})"

@@ -18,7 +18,7 @@ __all__ = ["preserved_state", "without_fake_tensors"]
 def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Put ``model`` in eval mode under ``no_grad`` and restore modes, buffers and random state on exit.
 
-    Buffers are compared by version, so that only those that the forward wrote to are copied back.
+    Only those buffers are copied back that the forward wrote to.
 
     Args:
         model: the model.
@@ -43,11 +43,17 @@ def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Ite
             module.training = training
         with torch.no_grad():
             for buffer, version, saved in buffers:
-                if buffer._version != version:
+                if buffer._version != version or _differs(buffer, saved):
                     buffer.copy_(saved)
         for module, name, buffer_slot in slots:
             if name in module._buffers and module._buffers[name] is not buffer_slot:
                 module._buffers[name] = buffer_slot
+
+
+def _differs(buffer: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether a buffer has other numbers than before: what is written through ``buffer.data`` counts no version."""
+    comparable = type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
+    return comparable and not torch.equal(buffer, saved)
 
 
 @contextmanager

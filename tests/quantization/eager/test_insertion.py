@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.errors import PlanError, UnplannedCallWarning
+from bitwright.errors import ConfigMatchWarning, PlanError, UnplannedCallWarning
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, default_activation_quantization_spec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.measures import sqnr
 
 from .networks import GroupedCNN, TinyTransformer
 
@@ -212,6 +213,89 @@ def test_what_is_written_to_parameters_is_no_activation(tmp_path):
     assert any(torch.equal(original, weight / divisor) for divisor in (1, 4))
     (found,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
     assert torch.equal(found, prepared(x))
+
+
+def test_weights_that_a_hook_computes_are_seen_by_their_simulators():
+    """Such a weight crosses no boundary of its layer, whose only call is then looked at as in any other module."""
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 16), nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(16, 16))).eval()
+    with torch.no_grad():
+        expected = model(x)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    with pytest.warns(ConfigMatchWarning, match="computed-weight"):
+        prepared = quantizer.prepare((x,))
+    assert {"0.linear_quantize_input", "0.linear_quantize_weight"} <= set(simulator_names(prepared))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    weight = prepared[0].linear_quantize_weight
+    with torch.no_grad():
+        found = prepared(x)
+        assert 25 < sqnr(expected, found) < 60
+        assert weight(prepared[0].weight).unique().numel() > 16
+    assert sqnr(found, quantizer.finalize(prepared)(x).detach()) > 60
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class Dense(nn.ModuleDict):
+    """Concatenates what its layers have made so far, as DenseNet does."""
+
+    def forward(self, x):
+        for layer in self.values():
+            x = torch.cat([x[:, :8], layer(x)], 1)
+        return x
+
+
+class Listed(nn.ModuleList):
+    def forward(self, x):
+        for position in range(len(self)):
+            x = x + self[position - len(self)](x)
+        return x
+
+
+class Walking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = x * 0.5 + layer(x)
+        return x
+
+
+ITERATING = {
+    "sequential": lambda: Residual(nn.Linear(16, 16), nn.ReLU()),
+    "dict": lambda: Dense({"a": nn.Linear(16, 8), "b": nn.Linear(16, 8)}),
+    "list": lambda: Listed([nn.Linear(16, 16), nn.Linear(16, 16)]),
+    "children": Walking,
+}
+
+
+@pytest.mark.parametrize("kind", ITERATING)
+def test_modules_that_go_over_their_children_do_not_meet_simulators(kind, tmp_path):
+    """Simulators are children too, and were called as if they were layers of the model."""
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 16), ITERATING[kind]().eval()
+    with torch.no_grad():
+        expected = model(x)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    children = len(list(prepared.children()))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    with torch.no_grad():
+        found = prepared(x)
+        assert 30 < sqnr(expected, found) < 60
+        assert torch.equal(found, copy.deepcopy(prepared)(x))
+    assert children == len(list(prepared.children())) > 2  # others do meet them
+    (exported,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
+    assert sqnr(found, exported) > 60
+    assert sqnr(found, quantizer.finalize(prepared)(x).detach()) > 60
 
 
 class SumsOfAnyNumber(nn.Module):

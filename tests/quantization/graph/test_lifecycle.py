@@ -397,3 +397,32 @@ def test_a_compiled_step_observes_what_the_other_does() -> None:
         results.append({**prepared.state_dict(), **gradients})
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Cached(nn.Module):
+    """Keeps keys in a buffer, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("keys", torch.zeros(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.keys[:4] = self.key(x)
+        return torch.softmax(self.query(x) @ self.keys[:4].t(), -1) @ x
+
+
+def test_what_is_kept_from_call_to_call_carries_no_gradients_over() -> None:
+    """A second step had gone back into the graph of the first one, and the trained model could not be copied."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    quantizer = Quantizer(Cached(), QuantizerConfig())
+    prepared = calibrated(quantizer, (x,))
+    with quantizer.training_mode():
+        for _ in range(2):
+            prepared(x).square().mean().backward()
+    assert prepared.query.weight.grad.any()
+    assert not prepared.keys.requires_grad
+    prepared.eval()
+    assert torch.equal(copy.deepcopy(prepared)(x), prepared(x))

@@ -120,9 +120,16 @@ def _misfit(node: Any, user: Any, position: int) -> bool:
     """Whether a use of a dequantized tensor must not be fused."""
     if user.op_type == "Cast":
         return True  # to half precision: the optimizer takes it out, and fuses what stands behind it
-    if node.inputs[0].const_value is None:
-        return _misfit_of_activation(user, position)
-    return _misfit_of_weight(node, user, position)
+    if _is_constant(node.inputs[0]):
+        return _misfit_of_weight(node, user, position)
+    return _misfit_of_activation(user, position)
+
+
+def _is_constant(codes: Any) -> bool:
+    """Whether codes are stored, or made of a stored tensor, which the optimizer does beforehand."""
+    maker = codes.producer()
+    source = maker.inputs[0] if maker is not None and maker.op_type == "QuantizeLinear" else codes
+    return source.const_value is not None
 
 
 def _misfit_of_activation(user: Any, position: int) -> bool:
@@ -165,7 +172,8 @@ def fits_integer_kernel(weight: Any, user: Any) -> bool:
         user: the ``MatMul``, ``Gemm`` or ``Conv`` that reads it.
     """
     codes, scale = weight.inputs[0], weight.inputs[1]
-    if codes.dtype.bitwidth != 8 or "FLOAT" in codes.dtype.name or "block_size" in weight.attributes:
+    dtype = codes.dtype or codes.producer().inputs[-1].dtype  # computed codes have their zero point's
+    if dtype.bitwidth != 8 or "FLOAT" in dtype.name or "block_size" in weight.attributes:
         return False
     if len(scale.shape) == 0:
         return True

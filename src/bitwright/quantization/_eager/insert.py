@@ -18,6 +18,7 @@ from bitwright.program import ModuleCall, Op, Program
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from .children import Children, goes_over_children
 from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope
 
 __all__ = ["Insertion"]
@@ -41,6 +42,8 @@ class Insertion:
         self._undo: list[Callable[[], Any]] = []
         self._tables: dict[str, CallTable] = {}
         self._scopes: dict[str, OpScope] = {}
+        sites = (site for placement in plan.placements for site in placement.sites)
+        self._framed = {site.op.module_path for site in sites if self._is_inside(site)}
         built = [(_build(placement), placement) for placement in plan.placements]
         try:
             for simulator, placement in built:
@@ -71,7 +74,8 @@ class Insertion:
                 continue
             self._undo.append(parametrize_tensor(module, attribute, simulator))
             call = self._program.calls.get(path)
-            if call is not None and placement.state.tensor.numel() >= SMALL and _is_single_op(module, call):
+            large = placement.state.tensor.numel() >= SMALL
+            if call is not None and large and path not in self._framed and _is_single_op(module, call):
                 self._scope_of(module, call)  # which has the op forget the quantized weight
 
     def _insert_activation(self, simulator: FakeQuantizeImplBase, site: Site) -> None:
@@ -88,13 +92,15 @@ class Insertion:
         if not self._wrap_single_op(module, self._program.calls[op.module_path], site, child):
             self._add_to_table(op, site, child)
 
+    def _is_inside(self, site: Site) -> bool:
+        """Whether a value crosses no boundary of the module that reads it, as a weight that a hook has computed."""
+        call = self._program.calls[site.op.module_path]
+        return site.value not in (call.inputs if site.argument is not None else call.outputs)
+
     def _wrap_single_op(self, module: nn.Module, call: ModuleCall, site: Site, child: str) -> bool:
-        if not _is_single_op(module, call):
+        if not _is_single_op(module, call) or call.path in self._framed:
             return False
-        crossing = call.inputs if site.argument is not None else call.outputs
-        if site.value not in crossing:
-            return False
-        index = crossing.index(site.value)
+        index = (call.inputs if site.argument is not None else call.outputs).index(site.value)
         scope = self._scope_of(module, call)
         if site.argument is not None:
             scope.inputs.append((index, call.input_names[index], child))
@@ -118,6 +124,17 @@ class Insertion:
         else:
             assert site.output_index is not None
             sites.outputs.append((site.output_index, child))
+        self._hide(self._modules[op.module_path], child)
+
+    def _hide(self, module: nn.Module, child: str) -> None:
+        """Keep a simulator from a forward that goes over the module's children."""
+        children = module._modules
+        if not isinstance(children, Children):
+            if not goes_over_children(module):
+                return
+            module._modules = children = Children(children)
+            self._undo.append(lambda: setattr(module, "_modules", dict(module._modules)))
+        children.hidden.add(child)
 
     def _attach_frames(self) -> None:
         shielded: set[str] = set()

@@ -256,7 +256,7 @@ def _computes_sizes(args: Sequence[Any]) -> bool:
 
 def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     children, call = module._modules, caller()
-    target: Any = args[0] if args and sites.in_place else None
+    target: Any = args[0] if args and sites.in_place else kwargs.get("out")
     for index, name, item, child in sites.arguments:
         simulate: Any = children[child]
         holder, key = _slot(args, kwargs, index, name)
@@ -270,7 +270,7 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
             holder[key] = call(simulate, entry.clone() if overwritten and simulate.keeps_input() else entry)
     held = [func(*args, **kwargs)]
     forget_weight(held[0])
-    if target is None:
+    if not isinstance(target, torch.Tensor):
         return _simulate_outputs(held, sites.outputs, children)
     result = held.pop()
     if result is None:

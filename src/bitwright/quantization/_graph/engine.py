@@ -28,6 +28,7 @@ from .fold_insert import foldable_biases, foldable_norms
 from .initialise import initialise
 from .insert import GraphInsertion
 from .kv_cache import keep_caches_quantized
+from .memory import cut_gradients_between_calls
 
 __all__ = ["GraphEngine"]
 
@@ -96,6 +97,7 @@ class GraphEngine(Engine):
             annotate(module, decisions)
             initialise(module, self.program, example)
             insertion.join_ranges()
+            cut_gradients_between_calls(module, self.program)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)
         return module

@@ -18,7 +18,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import WeightFold
 
-__all__ = ["initialise", "simulators_of_graph", "tensor_of"]
+__all__ = ["initialise", "simulators_of_graph", "tensor_of", "written_states"]
 
 
 def initialise(module: TracedGraphModule, program: Program, example: ExampleInputs) -> None:
@@ -101,6 +101,14 @@ def _is_weight(simulator: FakeQuantizeImplBase) -> bool:
     return simulator.quantization_target == CompressionTargetTensor.WEIGHT
 
 
+def written_states(program: Program) -> list[StateTensor]:
+    """Return the parameters and buffers that the ops of a graph write to."""
+    mutated = mutated_roots(program)
+    arguments = (argument.value for op in program.ops for argument in op.arguments)
+    states = {id(value.state): value.state for value in arguments if value.state is not None and id(value) in mutated}
+    return list(states.values())
+
+
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     training = [child for child in module.modules() if child.training]
@@ -115,12 +123,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored(program: Program) -> Iterator[None]:
-    mutated = mutated_roots(program)
-    arguments = (argument.value for op in program.ops for argument in op.arguments)
-    states: dict[int, StateTensor] = {
-        id(value.state): value.state for value in arguments if value.state is not None and id(value) in mutated
-    }
-    saved = [(state.tensor, state.tensor.detach().clone()) for state in states.values()]
+    saved = [(state.tensor, state.tensor.detach().clone()) for state in written_states(program)]
     try:
         yield
     finally:
