@@ -27,7 +27,7 @@ from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
-from bitwright.program.exporting import shapes_by_input
+from bitwright.program.input_shapes import each_input_named
 
 from .kernels import check_kernels
 from .optimizer import exact_constants
@@ -68,7 +68,14 @@ def traced(
             torch.onnx lacks.
     """
     names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
-    dynamic_shapes = shapes_by_input(model, args, dynamic_shapes)
+    with each_input_named(model, args, kwargs, dynamic_shapes) as shapes:
+        return _traced(model, args, kwargs, shapes, opset, remedy, names)
+
+
+def _traced(
+    model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Mapping[str, Any],
+) -> Any:  # fmt: skip
     if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
         # torch.onnx takes a dictionary that comes last for keyword inputs
         return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
