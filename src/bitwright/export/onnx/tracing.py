@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.export.complex_numbers import without_complex_numbers
@@ -50,6 +50,7 @@ def traced(
     remedy: str | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
+    meaning: Callable[[fx.Node], Callable[..., Any] | None] = lambda _: None,
 ) -> Any:
     """Return torch's ONNX program of a model.
 
@@ -62,6 +63,7 @@ def traced(
         remedy: what a refused model's message ends with; None for advice on a compressed model.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
+        meaning: of stand-ins, as for ``compute_beforehand``.
 
     Raises:
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
@@ -69,12 +71,13 @@ def traced(
     """
     names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
     with each_input_named(model, args, kwargs, dynamic_shapes) as shapes:
-        return _traced(model, args, kwargs, shapes, opset, remedy, names)
+        return _traced(model, args, kwargs, shapes, opset, remedy, names, meaning)
 
 
 def _traced(
     model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Mapping[str, Any],
+    meaning: Callable[[fx.Node], Callable[..., Any] | None],
 ) -> Any:  # fmt: skip
     if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
         # torch.onnx takes a dictionary that comes last for keyword inputs
@@ -108,7 +111,7 @@ def _traced(
             with contextlib.suppress(ConversionError):
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
-            written = _written(exported)
+            written = _written(exported, meaning)
             if written is not None:
                 return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
             refuse_numbers(exported, "torch.onnx")
@@ -116,11 +119,14 @@ def _traced(
         raise
 
 
-def _written(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram | None:
+def _written(
+    program: torch.export.ExportedProgram, meaning: Callable[[fx.Node], Callable[..., Any] | None]
+) -> torch.export.ExportedProgram | None:
     """A program with something that torch.onnx lacks written another way; None where it lacks nothing that has one.
 
     Args:
         program: may be changed.
+        meaning: of stand-ins, as for ``compute_beforehand``.
     """
     if (without := without_complex_numbers(program)) is not None:
         return without
@@ -128,8 +134,10 @@ def _written(program: torch.export.ExportedProgram) -> torch.export.ExportedProg
         return program
     if (without := without_lacking(program, LACKING)) is not None:
         return without
-    missing = {node.target for node in _lacking(program)}
-    return program if compute_beforehand(program, lambda node: bool(missing & primitives(node))) else None
+    lacking = _lacking(program)  # some, such as lgamma, are another operator by then
+    missing = {str(op) for node in lacking for op in (node.target, node.meta.get("original_aten"))}
+    found = compute_beforehand(program, lambda node: not missing.isdisjoint(map(str, primitives(node))), meaning)
+    return program if found else None
 
 
 def _traced_as_captured(
