@@ -69,22 +69,23 @@ def traced(
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
             torch.onnx lacks.
     """
-    names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
+    options = {
+        "opset": opset, "remedy": remedy, "input_names": input_names, "output_names": output_names, "meaning": meaning,
+    }  # fmt: skip
     with each_input_named(model, args, kwargs, dynamic_shapes) as shapes:
-        return _traced(model, args, kwargs, shapes, opset, remedy, names, meaning)
+        return _traced(model, args, kwargs, shapes, options)
 
 
 def _traced(
     model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Mapping[str, Any],
-    meaning: Callable[[fx.Node], Callable[..., Any] | None],
+    dynamic_shapes: Any, options: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
         # torch.onnx takes a dictionary that comes last for keyword inputs
-        return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
+        return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, options)
     try:
         with (
-            converting("torch.onnx.export", remedy),
+            converting("torch.onnx.export", options["remedy"]),
             _quiet(),
             exact_constants(),
             registry_kept(),
@@ -96,10 +97,11 @@ def _traced(
                 args,
                 kwargs=dict(kwargs) if kwargs else None,
                 dynamo=True,
-                opset_version=opset,
+                opset_version=options["opset"],
                 dynamic_shapes=dynamic_shapes,
-                **names,
-                custom_translation_table=translations(opset),
+                input_names=options["input_names"],
+                output_names=options["output_names"],
+                custom_translation_table=translations(options["opset"]),
                 verbose=False,
             )
             program: Any = captured_again_if_corrected(export)
@@ -111,9 +113,9 @@ def _traced(
             with contextlib.suppress(ConversionError):
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
-            written = _written(exported, meaning)
+            written = _written(exported, options["meaning"])
             if written is not None:
-                return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
+                return _traced_as_captured(written, dynamic_shapes, options)
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", places_by_operator(_lacking(exported)))  # all; it names the first itself
         raise
@@ -140,10 +142,8 @@ def _written(
     return program if found else None
 
 
-def _traced_as_captured(
-    exported: torch.export.ExportedProgram, dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Any
-) -> Any:
-    program = traced(exported, opset=opset, remedy=remedy, **names)
+def _traced_as_captured(exported: torch.export.ExportedProgram, dynamic_shapes: Any, options: Mapping[str, Any]) -> Any:
+    program = traced(exported, **options)
     if dynamic_shapes:
         program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
     return program
