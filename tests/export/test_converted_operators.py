@@ -222,6 +222,37 @@ def test_what_reads_no_inputs_is_computed_beforehand(target, tmp_path):
     assert sqnr(ready(x), TARGETS[target].run(path, (x,))[0]) > 110
 
 
+class OfLayers(nn.Module):
+    """Inverts what its layer makes of a table, and lets it read what another operator makes that torch.onnx lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.eye(8) + 0.1 * torch.randn(8, 8))
+
+    def forward(self, x):
+        made = self.layer(self.table)
+        return self.layer(torch.copysign(x, -x)) @ torch.linalg.inv(made) + torch.lgamma(made.relu() + 1)[:2]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("preset", ["w4", "w8a8"])
+def test_what_reads_no_inputs_is_computed_beforehand_of_what_is_quantized(preset, mode, tmp_path):
+    """The plan asks about the float model, which has no stand-ins in between, so that the export must take them."""
+    target = TARGETS["onnx"]
+    if target.missing() is not None:
+        pytest.skip("needs onnx")
+    torch.manual_seed(0)
+    x = torch.randn(2, 8)
+    quantizer = Quantizer(OfLayers().eval(), getattr(QuantizerConfig.presets, preset)(execution_mode=mode))
+    assert not [problem for problem in quantizer.plan((x,), target="onnx").problems if problem.severity == "error"]
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        ready(x)
+    path = target.write(ready.eval(), (x,), tmp_path / "model.onnx", {}, None)
+    assert sqnr(ready(x), target.run(path, (x,))[0]) > 110
+
+
 def test_what_an_input_is_written_to_is_not_computed_beforehand():
     class Written(nn.Module):
         def forward(self, x):

@@ -213,6 +213,41 @@ def test_dynamic_shapes_of_any_number_of_inputs_are_those_that_it_was_prepared_w
     assert sqnr(ready(*others), target.run(path, others)[0]) > 100
 
 
+class Others(nn.Module):
+    """Takes inputs of any name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, **others):
+        return self.fc(x) + others["mask"] * others["scale"]
+
+
+@pytest.mark.filterwarnings("ignore:dynamic_shapes and export_with_no_grad have no effect in eager mode")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["torch", "onnx", "executorch", "coreai"])
+def test_dynamic_shapes_of_inputs_of_any_name_are_those_that_it_was_prepared_with(name, mode, tmp_path):
+    """torch.export itself takes them neither in a dictionary of their own nor by name."""
+    target = TARGETS[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    batch = {0: torch.export.Dim("batch", max=64)}
+    shapes = {"x": batch, "others": {"scale": {}, "mask": batch}}
+    quantizer = Quantizer(Others().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
+    inputs = (torch.randn(2, 8),), {"mask": torch.randn(2, 8), "scale": torch.randn(8)}
+    assert quantizer.plan(inputs[0], example_kwargs=inputs[1], dynamic_shapes=shapes, target=name).problems == []
+    options = {"dynamic_shapes": shapes} if mode == "graph" else {}
+    ready = quantizer.prepare(inputs[0], example_kwargs=inputs[1], **options)
+    path = target.write(ready, inputs[0], tmp_path / f"m{target.suffix}", inputs[1], shapes)
+    if name == "onnx":
+        onnx = pytest.importorskip("onnx")
+        names = [[d.dim_param for d in one.type.tensor_type.shape.dim] for one in onnx.load(str(path)).graph.input]
+        assert names == [["batch", ""], ["batch", ""], [""]]
+    others = torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)
+    assert sqnr(ready(others[0], mask=others[1], scale=others[2]), target.run(path, others)[0]) > 100
+
+
 class Wrong(nn.Module):
     """Uses what no converter has."""
 

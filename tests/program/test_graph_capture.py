@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch.func import functional_call
 from torch.fx import proxy
@@ -19,7 +19,6 @@ from torch.nn.utils import parametrizations
 from torch.utils._traceback import CapturedTraceback
 
 from bitwright.program import ValueKind
-from bitwright.program.exporting import shapes_by_input
 from bitwright.program.graph import capture_graph
 from tests.lambda_module import Lambda
 
@@ -500,36 +499,3 @@ def test_a_buffer_that_is_made_in_the_first_call_is_no_write_to_an_input():
 def test_a_buffer_that_is_made_in_every_call_is_refused():
     with pytest.raises(RuntimeError, match="registers a buffer, 'bias'"):
         capture_graph(Registering(always=True).eval(), (torch.randn(1, 3, 4),))
-
-
-class TestShapesByInput:
-    """Dynamic shapes of a graph: as its model had them, or as it has them itself."""
-
-    x = torch.ones(3, 4)
-
-    @pytest.mark.parametrize(
-        ("args", "given", "expected"),
-        [
-            ((x, x, x), ({0: 1}, ({1: 2}, None)), ({0: 1}, {1: 2}, None)),
-            ((x, x, x), ({0: 1}, {1: 2}, None), ({0: 1}, {1: 2}, None)),
-            ((x,), (({0: 1},),), ({0: 1},)),
-            ((x,), ((None, 4),), ((None, 4),)),
-            ((x[0],), ((None,),), ((None,),)),
-            (((x,),), (({0: 1},),), (({0: 1},),)),
-            ((x,), ({0: 1}, ()), ({0: 1},)),
-            ((x,), None, None),
-        ],
-    )
-    def test_in_order(self, args: tuple[Any, ...], given: Any, expected: Any) -> None:
-        assert shapes_by_input(fx.GraphModule({}, fx.Graph()), args, given) == expected
-        assert shapes_by_input(nn.Identity(), args, given) == given
-
-    def test_by_name(self) -> None:
-        graph = fx.Graph()
-        names = ("first", "rest_0", "rest_1", "pair")
-        graph.output([graph.placeholder(name) for name in names])
-        model = fx.GraphModule({}, graph)
-        given = {"first": {0: 1}, "rest": (None, {0: 1}), "pair": ({1: 2}, None)}
-        expected = {"first": {0: 1}, "rest_0": None, "rest_1": {0: 1}, "pair": ({1: 2}, None)}
-        assert shapes_by_input(model, (self.x,) * 4, given) == expected
-        assert shapes_by_input(model, (self.x,) * 4, expected) == expected

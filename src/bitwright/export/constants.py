@@ -25,22 +25,27 @@ _VARYING = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, t
 """Of operators that return something else each time, or what no graph of fixed shapes holds."""
 
 
-def compute_beforehand(program: ExportedProgram, lacks: Callable[[fx.Node], bool]) -> bool:
+def compute_beforehand(
+    program: ExportedProgram,
+    lacks: Callable[[fx.Node], bool],
+    meaning: Callable[[fx.Node], Callable[..., Any] | None] = lambda _: None,
+) -> bool:
     """Replace calls that read none of a program's inputs by what they return, in place; tell whether there are any.
 
     Args:
         program: in which what is written to counts as an input.
         lacks: whether the converter lacks the operator of a call; others stay as they are, since what they return may
             be larger than what they read.
+        meaning: returns what computes, from its arguments, what a stand-in's call stands for; None for other calls.
     """
-    fixed = _fixed(program)
+    fixed = _fixed(program, meaning)
     calls = [node for node in fixed if node.op == "call_function" and lacks(node)]
     pieces = [piece for node in calls for piece in ([node] if _is_tensor(node) else node.users)]
     values: dict[fx.Node, Any] = {}
     place = next(iter(program.graph.nodes))
     for piece in reversed(pieces):
         if piece.users:  # else it was read by others of them
-            constant = add_constant(program, place, piece.name, _value(piece, fixed, values))
+            constant = add_constant(program, place, piece.name, _value(piece, fixed, values, meaning))
             piece.replace_all_uses_with(constant)
             program.graph.eliminate_dead_code()
     if values:
@@ -52,7 +57,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def _fixed(program: ExportedProgram) -> dict[fx.Node, torch.Tensor | None]:
+def _fixed(program: ExportedProgram, meaning: Callable[[fx.Node], Any]) -> dict[fx.Node, torch.Tensor | None]:
     """Nodes that give the same tensors whenever the program is called, with the tensors of those that are states."""
     signature, states = program.graph_signature, {**program.state_dict, **program.constants}
     mutable = {*signature.user_inputs, *(node.name for node in written_tensors(program.graph))}
@@ -65,7 +70,11 @@ def _fixed(program: ExportedProgram) -> dict[fx.Node, torch.Tensor | None]:
             name = names.get(node.name)
             if name in states and name not in signature.buffers_to_mutate.values():
                 fixed[node] = states[name]
-        elif node.op == "call_function" and _repeats(node) and all(source in fixed for source in node.all_input_nodes):
+        elif (
+            node.op == "call_function"
+            and all(source in fixed for source in node.all_input_nodes)
+            and (_repeats(node) or meaning(node) is not None)
+        ):
             fixed[node] = None
     return fixed
 
@@ -104,7 +113,12 @@ def primitives(node: fx.Node) -> set[Any]:
     return {op for op in recorded.ops if op.namespace == "aten"}  # not questions about a tensor's device
 
 
-def _value(node: fx.Node, fixed: dict[fx.Node, torch.Tensor | None], values: dict[fx.Node, Any]) -> Any:
+def _value(
+    node: fx.Node,
+    fixed: dict[fx.Node, torch.Tensor | None],
+    values: dict[fx.Node, Any],
+    meaning: Callable[[fx.Node], Callable[..., Any] | None],
+) -> Any:
     """What a fixed node gives."""
     if (state := fixed[node]) is not None:
         return state
@@ -117,7 +131,7 @@ def _value(node: fx.Node, fixed: dict[fx.Node, torch.Tensor | None], values: dic
             continue
         waiting.pop()
         args, kwargs = fx.map_arg((last.args, last.kwargs), lambda source: values.get(source, fixed[source]))
-        target: Any = last.target
+        target: Any = meaning(last) or last.target
         with torch.no_grad():
             values[last] = target(*args, **kwargs)
     return values[node]

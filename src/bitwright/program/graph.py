@@ -21,6 +21,7 @@ from .exporting import exported
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
+from .input_shapes import InputShapesError
 from .masks import holds_mask
 from .model import Program
 from .stack_traces import short_stack_traces
@@ -89,6 +90,8 @@ def _export(
             return exported(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, preserve_module_call_signature=tuple(boundaries)
             )
+        except InputShapesError:
+            raise
         except Exception as error:
             problem = forward_problem(model, args, kwargs)
             raise export_failure(error) if problem is None else problem from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
 from .half import compute_in_float32
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
-from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn
+from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
 from .tracing import MIN_OPSET, traced
 from .unsigned import use_unsigned_weights
 from .weights import build_weight, permuted, weight_opset
@@ -102,6 +103,7 @@ def export_onnx(
     program = traced(
         lowered.model, example_inputs, example_kwargs, dynamic_shapes,
         opset=needed if opset is None else opset, input_names=input_names, output_names=output_names,
+        meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bitwright.artifact import CompressedTensor
+from bitwright.export.arithmetic import ArithmeticActivation
+from bitwright.export.lowering import LoweredModel
 
-__all__ = ["ACTIVATION", "DOMAIN", "WEIGHT", "ActivationStandIn", "WeightStandIn"]
+__all__ = ["ACTIVATION", "DOMAIN", "WEIGHT", "ActivationStandIn", "WeightStandIn", "meaning"]
 
 DOMAIN = "bitwright"
 WEIGHT = "Weight"
@@ -55,3 +58,20 @@ class ActivationStandIn(nn.Module):
         return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{ACTIVATION}", (x,), {"name": self.name}, dtype=x.dtype, shape=x.shape, version=1
         )
+
+
+def meaning(node: fx.Node, lowered: LoweredModel) -> Callable[..., torch.Tensor] | None:
+    """Return what computes in PyTorch what the call of a stand-in stands for; None for other calls.
+
+    Args:
+        node: of a program that was captured from ``lowered``.
+        lowered: has the weights and activations that stand-ins name.
+    """
+    if str(node.target) != "onnx_symbolic._symbolic.default" or node.kwargs.get("domain") != DOMAIN:
+        return None
+    names: Any = node.kwargs["attr_strs"]
+    if node.args[1] == WEIGHT:
+        weight = lowered.weights[names[0]]
+        return lambda *_, **__: weight.decode()
+    activation = ArithmeticActivation(lowered.activations[names[0]])
+    return lambda inputs, *_, **__: activation(inputs[0])

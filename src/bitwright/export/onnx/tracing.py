@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.export.complex_numbers import without_complex_numbers
@@ -27,7 +27,7 @@ from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
-from bitwright.program.exporting import shapes_by_input
+from bitwright.program.input_shapes import each_input_named
 
 from .kernels import check_kernels
 from .optimizer import exact_constants
@@ -50,6 +50,7 @@ def traced(
     remedy: str | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
+    meaning: Callable[[fx.Node], Callable[..., Any] | None] = lambda _: None,
 ) -> Any:
     """Return torch's ONNX program of a model.
 
@@ -62,19 +63,29 @@ def traced(
         remedy: what a refused model's message ends with; None for advice on a compressed model.
         input_names: names of the graph's inputs.
         output_names: names of the graph's outputs.
+        meaning: of stand-ins, as for ``compute_beforehand``.
 
     Raises:
         ConversionError: torch.export or torch.onnx cannot take the model; with a problem for each operator that
             torch.onnx lacks.
     """
-    names: dict[str, Any] = {"input_names": input_names, "output_names": output_names}
-    dynamic_shapes = shapes_by_input(model, args, dynamic_shapes)
+    options = {
+        "opset": opset, "remedy": remedy, "input_names": input_names, "output_names": output_names, "meaning": meaning,
+    }  # fmt: skip
+    with each_input_named(model, args, kwargs, dynamic_shapes) as shapes:
+        return _traced(model, args, kwargs, shapes, options)
+
+
+def _traced(
+    model: nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any, options: Mapping[str, Any],
+) -> Any:  # fmt: skip
     if isinstance(model, nn.Module) and args and isinstance(args[-1], dict) and not kwargs:
         # torch.onnx takes a dictionary that comes last for keyword inputs
-        return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, opset, remedy, names)
+        return _traced_as_captured(captured(model, args, None, dynamic_shapes), dynamic_shapes, options)
     try:
         with (
-            converting("torch.onnx.export", remedy),
+            converting("torch.onnx.export", options["remedy"]),
             _quiet(),
             exact_constants(),
             registry_kept(),
@@ -86,10 +97,11 @@ def traced(
                 args,
                 kwargs=dict(kwargs) if kwargs else None,
                 dynamo=True,
-                opset_version=opset,
+                opset_version=options["opset"],
                 dynamic_shapes=dynamic_shapes,
-                **names,
-                custom_translation_table=translations(opset),
+                input_names=options["input_names"],
+                output_names=options["output_names"],
+                custom_translation_table=translations(options["opset"]),
                 verbose=False,
             )
             program: Any = captured_again_if_corrected(export)
@@ -101,19 +113,22 @@ def traced(
             with contextlib.suppress(ConversionError):
                 exported = captured(model, args, kwargs, dynamic_shapes)
         if isinstance(exported, torch.export.ExportedProgram):
-            written = _written(exported)
+            written = _written(exported, options["meaning"])
             if written is not None:
-                return _traced_as_captured(written, dynamic_shapes, opset, remedy, names)
+                return _traced_as_captured(written, dynamic_shapes, options)
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", places_by_operator(_lacking(exported)))  # all; it names the first itself
         raise
 
 
-def _written(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram | None:
+def _written(
+    program: torch.export.ExportedProgram, meaning: Callable[[fx.Node], Callable[..., Any] | None]
+) -> torch.export.ExportedProgram | None:
     """A program with something that torch.onnx lacks written another way; None where it lacks nothing that has one.
 
     Args:
         program: may be changed.
+        meaning: of stand-ins, as for ``compute_beforehand``.
     """
     if (without := without_complex_numbers(program)) is not None:
         return without
@@ -121,14 +136,14 @@ def _written(program: torch.export.ExportedProgram) -> torch.export.ExportedProg
         return program
     if (without := without_lacking(program, LACKING)) is not None:
         return without
-    missing = {node.target for node in _lacking(program)}
-    return program if compute_beforehand(program, lambda node: bool(missing & primitives(node))) else None
+    lacking = _lacking(program)  # some, such as lgamma, are another operator by then
+    missing = {str(op) for node in lacking for op in (node.target, node.meta.get("original_aten"))}
+    found = compute_beforehand(program, lambda node: not missing.isdisjoint(map(str, primitives(node))), meaning)
+    return program if found else None
 
 
-def _traced_as_captured(
-    exported: torch.export.ExportedProgram, dynamic_shapes: Any, opset: int | None, remedy: str | None, names: Any
-) -> Any:
-    program = traced(exported, opset=opset, remedy=remedy, **names)
+def _traced_as_captured(exported: torch.export.ExportedProgram, dynamic_shapes: Any, options: Mapping[str, Any]) -> Any:
+    program = traced(exported, **options)
     if dynamic_shapes:
         program._rename_dynamic_axes(dynamic_shapes)  # a program keeps PyTorch's names of its sizes
     return program
