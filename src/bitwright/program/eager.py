@@ -103,6 +103,12 @@ class _Tracer:
         self.state_values: dict[int, Value] = {}
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
+        # What lies in the memory of each parameter, which so is given to nothing else.
+        self.content = {
+            name: (parameter, parameter.detach())
+            for name, parameter in model.named_parameters()
+            if not nn.parameter.is_lazy(parameter)
+        }
 
     def install(self) -> list[Callable[[], None]]:
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -184,7 +190,7 @@ class _Tracer:
         """Return the names of the model's parameters and buffers that lie in the memory that a call has written to."""
         targets = [kwargs.get("out")]
         if is_in_place(base):
-            targets += args[:1] or [kwargs.get("input")]
+            targets += args[:1] or [kwargs.get("input"), kwargs.get("tensor")]  # the latter in torch.nn.init
         written = {memory for leaf in tree_leaves(targets) if (memory := memory_of(leaf)) is not None}
         if not written:
             return ()
@@ -238,6 +244,7 @@ class _Tracer:
             inputs=[value for value in root.inputs if value is not None],
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
+            replaced=tuple(name for name, (now, old) in self.content.items() if memory_of(now) != memory_of(old)),
         )
 
 
