@@ -32,7 +32,7 @@ class Bookkeeping:
         self._module = module
         self._states = self._memories_of_states()
         # The weak reference keeps the number of a memory that is gone from being given to another one.
-        self._made_by: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}
+        self._made_by: dict[int, tuple[Any, frozenset[str]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._made_by)
@@ -52,7 +52,8 @@ class Bookkeeping:
             memory = memory_of(leaf)
             if memory is not None and memory not in self._states:
                 known = self._made_by[memory][1] if memory in self._made_by else frozenset()
-                self._made_by[memory] = StorageWeakRef(leaf.untyped_storage()), known | calls
+                weak: Any = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                self._made_by[memory] = weak, known | calls
 
     def used_by(self, arguments: Any) -> Iterable[str]:
         """Return the calls whose results are among ``arguments``, in order; not those that lie in a state by now."""
