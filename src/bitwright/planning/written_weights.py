@@ -50,8 +50,8 @@ def _problem(mode: str, name: str, how: str) -> Problem:
     original = ".".join(part for part in (path, "parametrizations", attribute, "original") if part)
     instead = "the parameter" if mode == "graph" else f"{original!r}, which model.named_parameters() yields,"
     message = (
-        f"the model's forward writes to this weight ({how}). With a simulator on it the write reaches a copy only, and "
-        f"is lost. Write to {instead} between the steps instead, or set op_state_spec to None for "
+        f"the model's forward has written to this weight ({how}). Once a simulator stands on it, further writes reach "
+        f"a copy only, and are lost. Write to {instead} between the steps instead, or set op_state_spec to None for "
         f"module {path or '<root>'!r}."
     )
     return Problem("written-weight", name, message)
