@@ -9,16 +9,19 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase
 
 from .adapter_merging import is_merging, is_unloading, peft_is_in_use
 from .call_frames import shielded, thread_frames
+from .weight_writes import notice_read, places_seen
 
 __all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
 
@@ -82,6 +85,8 @@ def _quicken(module: nn.Module, name: str) -> None:
     generic: property = cls.__dict__[name]
     generic_read: Any = generic.fget
     generic_write: Any = generic.fset
+    modules = sys.modules  # asked at every read
+    own_forward = _forward_of_torch(cls.__bases__[0])
 
     def read(self: nn.Module) -> torch.Tensor:
         parametrizations = self._modules.get("parametrizations")
@@ -91,8 +96,13 @@ def _quicken(module: nn.Module, name: str) -> None:
             return own
         chain: Any = parametrizations._modules[name]
         simulators, original = chain._modules, chain._parameters.get("original")
-        if peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
+        if "peft" in modules and peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
             return _handed_out(original, simulators.values())
+        if not is_dynamo_compiling():
+            caller = sys._getframe(1)
+            code = caller.f_code
+            if code is not own_forward and (id(code), caller.f_lasti) not in places_seen:
+                notice_read(caller, self, name)
         plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
         if not plain or chain._forward_hooks or chain._forward_pre_hooks:
             run, arguments = generic_read, (self,)
@@ -109,6 +119,13 @@ def _quicken(module: nn.Module, name: str) -> None:
     setattr(cls, name, property(read, write, generic.fdel))
 
 
+def _forward_of_torch(cls: type[nn.Module]) -> CodeType | None:
+    """Return the code of a layer's forward if it is torch's, which writes to no weight."""
+    forward: Any = cls.forward
+    own = str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
+    return getattr(forward, "__code__", None) if own else None
+
+
 def _handed_out(original: torch.Tensor, simulators: Iterable[Any]) -> torch.Tensor:
     """Return a tensor to be written to, and tell its simulators."""
     for simulator in simulators:
@@ -117,8 +134,19 @@ def _handed_out(original: torch.Tensor, simulators: Iterable[Any]) -> torch.Tens
     return original
 
 
+def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one."""
+    parametrizations = self._modules.get("parametrizations")
+    if parametrizations is None or parameter is None or name not in parametrizations._modules:
+        nn.Module.register_parameter(self, name, parameter)
+        return
+    chain: Any = parametrizations._modules[name]
+    chain.original = _handed_out(parameter, chain)
+
+
 def _make_picklable(module: nn.Module) -> None:
     cls: Any = type(module)
+    cls.register_parameter = _register_parameter
     cls.__reduce_ex__ = _reduce_parametrized
     if "__deepcopy__" in vars(cls):  # torch's own, for a base class that has none
         cls.__deepcopy__ = _deepcopy_parametrized

@@ -24,6 +24,7 @@ from .stacking import kinds_on, stacking_problem
 from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
 from .weight_views import link_views
+from .written_weights import written_weight_problems
 
 __all__ = ["PlanBuilder", "plan_eager_quantization"]
 
@@ -53,6 +54,7 @@ def plan_eager_quantization(
         )
     builder.add_unread(program, "no call of the model reads it with these inputs")
     problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
+    problems += written_weight_problems(program, builder.plan.placements)
     return builder.build([*problems, *unmatched_problems(rules)])
 
 

@@ -31,6 +31,7 @@ from .slots import SlotTable, build_slots
 from .states import decide_states, state_input_problems
 from .unmatched import unmatched_problems
 from .weight_views import link_views, moved_states
+from .written_weights import written_weight_problems
 
 __all__ = ["GraphDecisions", "boundary_paths", "plan_graph_quantization"]
 
@@ -90,6 +91,7 @@ def plan_graph_quantization(
     problems += fused_problems(chains)
     problems += computed_weight_problems(program, _rules_of(chains))
     problems += state_input_problems(program, _rules_of(chains))
+    problems += written_weight_problems(program, builder.plan.placements)
     for group in groups:
         problems += _keep_or_drop_axis(group)
     for placement, resolution in _placements(without_redundant(program, chains, table, groups), table):

@@ -25,6 +25,7 @@ from .stacking import finite_range, kinds_on, stacking_problem
 from .states import StateDecision, decide_states
 from .unmatched import unmatched_problems
 from .weight_views import link_views
+from .written_weights import written_weight_problems
 
 __all__ = ["WeightRequest", "WeightResolution", "WeightTechnique", "plan_weights"]
 
@@ -112,6 +113,7 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
     for weight in traced.finalized:
         builder.refuse_finalized(weight, op_rules)
     builder.plan.problems += unmatched_problems(rules)
+    builder.plan.problems += written_weight_problems(traced.program, builder.plan.placements)
     if not builder.plan.placements and not builder.plan.problems and _asks_for_something(config):
         builder.plan.problems.append(_nothing_found(config, technique))
     return builder.plan

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import calling_code
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
+from bitwright._utils.tensor_memory import memory_of
 
 from .aten_names import is_in_place
 from .export_errors import inputs_by_name
@@ -102,6 +103,12 @@ class _Tracer:
         self.state_values: dict[int, Value] = {}
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
+        # What lies in the memory of each parameter, which so is given to nothing else.
+        self.content = {
+            name: (parameter, parameter.detach())
+            for name, parameter in model.named_parameters()
+            if not nn.parameter.is_lazy(parameter)
+        }
 
     def install(self) -> list[Callable[[], None]]:
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -183,12 +190,12 @@ class _Tracer:
         """Return the names of the model's parameters and buffers that lie in the memory that a call has written to."""
         targets = [kwargs.get("out")]
         if is_in_place(base):
-            targets += args[:1] or [kwargs.get("input")]
-        written = {memory for leaf in tree_leaves(targets) if (memory := _memory_of(leaf)) is not None}
+            targets += args[:1] or [kwargs.get("input"), kwargs.get("tensor")]  # the latter in torch.nn.init
+        written = {memory for leaf in tree_leaves(targets) if (memory := memory_of(leaf)) is not None}
         if not written:
             return ()
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return tuple(name for name, tensor in tensors.items() if _memory_of(tensor) in written)
+        return tuple(name for name, tensor in tensors.items() if memory_of(tensor) in written)
 
     def lookup(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         names = argument_names(func)
@@ -237,6 +244,7 @@ class _Tracer:
             inputs=[value for value in root.inputs if value is not None],
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
+            replaced=tuple(name for name, (now, old) in self.content.items() if memory_of(now) != memory_of(old)),
         )
 
 
@@ -299,17 +307,6 @@ _NOT_OPS = frozenset(
     }
     | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
 )
-
-
-def _memory_of(leaf: Any) -> int | None:
-    """Return what tells the memory of a tensor from all other that is in use, None where it has none of its own."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return leaf.untyped_storage()._cdata if leaf.numel() else None
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that hold other tensors
-        return None
 
 
 def _version(tensor: torch.Tensor) -> int:

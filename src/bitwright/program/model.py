@@ -243,6 +243,7 @@ class Program:
         inputs: the model's tensor inputs.
         outputs: the model's tensor outputs.
         modules: canonical path of each module, to the module's class.
+        replaced: names of the parameters whose ``data`` the forward set, in eager mode.
     """
 
     mode: str
@@ -252,6 +253,7 @@ class Program:
     inputs: list[Value]
     outputs: list[Value]
     modules: dict[str, type[nn.Module]]
+    replaced: tuple[str, ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Yield every value once: inputs, then each op's state arguments and outputs in order."""

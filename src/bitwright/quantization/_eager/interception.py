@@ -35,6 +35,7 @@ from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program.aten_names import is_in_place
 
+from .bookkeeping import QUESTIONS, Bookkeeping
 from .recompute import checkpoint_here, repeat_with
 
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
@@ -108,7 +109,7 @@ class CallTable:
 
 
 class _Frame:
-    __slots__ = ("certain", "checkpoint", "counts", "guessed", "module", "table")
+    __slots__ = ("apart", "certain", "checkpoint", "counts", "guessed", "module", "records", "table")
 
     def __init__(
         self,
@@ -125,6 +126,29 @@ class _Frame:
         self.guessed: dict[tuple[str, int], tuple[str, int]] = {}
         #: The checkpoint within which the frame begins; it repeats the frame as a whole.
         self.checkpoint = checkpoint_here(module.training)
+        #: Whether gradients are recorded where the frame begins, so that a call without them stands apart.
+        self.records = module.training and torch.is_grad_enabled() and not is_dynamo_compiling()
+        self.apart: Bookkeeping | None = None
+
+    def run_apart(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], base: str) -> Any:
+        """Run a call that planning has not seen, in a part of a training forward that records no gradients.
+
+        It meets no simulator. Most likely it keeps statistics; whether its result is used otherwise is watched.
+        """
+        result = func(*args, **kwargs)
+        if self.apart is None:
+            self.apart = Bookkeeping(self.module)
+        known = base in self.table.seen or base in QUANTIZER_EAGER_OPS
+        own = base if known and _may_be_reported(self.table, base, (args, kwargs)) else None
+        self.apart.note(own, (args, kwargs), args[0] if result is None and args else result)
+        return result
+
+    def report_used(self, arguments: Any) -> None:
+        """Warn of calls that stood apart, if any of ``arguments`` comes from them after all."""
+        if self.apart:
+            with torch._C.DisableTorchFunction():  # the mode may be in force here
+                for base in self.apart.used_by(arguments):
+                    _report_unplanned(self.table, base, arguments)
 
     def note_checkpoint(self) -> None:
         """Have a checkpoint that began within the frame repeat its function in a frame that goes on from here."""
@@ -132,6 +156,15 @@ class _Frame:
         if checkpoint is not None and checkpoint is not self.checkpoint:
             counts, certain = dict(self.counts), dict(self.certain)
             repeat_with(checkpoint, partial(_Repeated, self.table, self.module, counts, certain))
+
+    def stands_apart(self, base: str, code: tuple[str, int] | None) -> bool:
+        """Whether a call that records no gradients is none of the planned ones.
+
+        A reentrant checkpoint records none at first either, and repeats its calls with gradients.
+        """
+        if code is None or code in self.table.written_in.get(base, ()):
+            return False
+        return checkpoint_here(training=True) is None
 
     def number(self, base: str, code: tuple[str, int] | None) -> int | None:
         """Return the number of a call of ``base`` that stands at ``code`` (None: nobody knows), None if not planned."""
@@ -229,6 +262,11 @@ class _InterceptMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         base = str(func.__name__)  # torch.compile knows a name only after that
         table = frame.table
+        if frame.records:
+            if not torch.is_grad_enabled() and frame.stands_apart(base, calling_code()):
+                return frame.run_apart(func, args, kwargs or {}, base)
+            if frame.apart and base not in QUESTIONS:
+                frame.report_used((args, kwargs))
         planned = table.seen.get(base)
         if planned is None:
             if base in QUANTIZER_EAGER_OPS:
@@ -315,9 +353,14 @@ def _replace_output(result: Any, index: int, simulate: Any) -> Any:
     return result
 
 
+def _may_be_reported(table: CallTable, call: str, arguments: Any) -> bool:
+    """Whether a call reads floating-point data; others, such as positions, are not quantized anyway."""
+    return call not in table.warned and _reads_floats(arguments)
+
+
 def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
-    """Warn once of a call on floating-point data; others, such as positions, are not quantized anyway."""
-    if call in table.warned or not _reads_floats(arguments) or _is_compiled_code():
+    """Warn once of a call on floating-point data."""
+    if not _may_be_reported(table, call, arguments) or _is_compiled_code():
         return
     remedy = "Prepare with example inputs that take this path, or exclude the module in the config."
     if is_exporting():
@@ -352,6 +395,13 @@ def _reads_floats(arguments: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(arguments))
 
 
+def _enter_child(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the frame around a module what the module is given, where the frame waits for that."""
+    frame = thread_frames.stack[-1]
+    if frame is not None and frame.apart:
+        frame.report_used((args, kwargs))
+
+
 class OpScope(ForwardScope):
     """Simulators on the arguments and outputs of a module that is one op.
 
@@ -367,6 +417,7 @@ class OpScope(ForwardScope):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if thread_frames.stack:
+            _enter_child(args, kwargs)
             return shielded(self._simulate, args, kwargs)
         return self._simulate(args, kwargs)
 
@@ -393,11 +444,19 @@ class FrameScope(ForwardScope):
         self.table = table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_frame(_Frame(self.table, self.module), self.run, args, kwargs)
+        if thread_frames.stack:
+            _enter_child(args, kwargs)
+        frame = _Frame(self.table, self.module)
+        result = _in_frame(frame, self.run, args, kwargs)
+        if frame.apart:
+            frame.report_used(result)
+        return result
 
 
 class ShieldScope(ForwardScope):
     """Keeps the calls made inside a module from being taken for calls of the frame around it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if thread_frames.stack:
+            _enter_child(args, kwargs)
         return shielded(self.run, *args, **kwargs)
