@@ -1,7 +1,7 @@
 """Simulators on weights: torch's parametrization, made picklable and reversible, and usable by RNNs.
 
 torch gives each parametrized module a class of its own, which pickle cannot find. The class gets a ``__reduce_ex__``
-that stores the base class and rebuilds the parametrized one on loading.
+that stores the base class and rebuilds the parametrized one on loading. It also has the base class's name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     stacked = parametrize.is_parametrized(module, name)
     order = [*module._parameters, *module._buffers]
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
-    _make_picklable(module)
+    _disguise(module)
     if not stacked:
         _quicken(module, name)
     if isinstance(module, nn.RNNBase):
@@ -138,14 +138,16 @@ def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | No
     """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one."""
     parametrizations = self._modules.get("parametrizations")
     if parametrizations is None or parameter is None or name not in parametrizations._modules:
-        nn.Module.register_parameter(self, name, parameter)
+        type(self).__bases__[0].register_parameter(self, name, parameter)
         return
     chain: Any = parametrizations._modules[name]
     chain.original = _handed_out(parameter, chain)
 
 
-def _make_picklable(module: nn.Module) -> None:
+def _disguise(module: nn.Module) -> None:
     cls: Any = type(module)
+    base: Any = cls.__bases__[0]
+    cls.__name__, cls.__qualname__ = base.__name__, base.__qualname__  # some forwards ask for it
     cls.register_parameter = _register_parameter
     cls.__reduce_ex__ = _reduce_parametrized
     if "__deepcopy__" in vars(cls):  # torch's own, for a base class that has none
@@ -182,7 +184,7 @@ def _restore_parametrized(module: Any, state: dict[str, Any]) -> None:
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
         _quicken(module, name)
-    _make_picklable(module)
+    _disguise(module)
     if isinstance(module, nn.RNNBase):
         _restore_rnn(module)
 

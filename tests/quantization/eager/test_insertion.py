@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -56,6 +57,66 @@ def test_unseen_call_passes_through_with_one_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
+
+
+class ByKind(nn.Module):
+    """What it does depends on what the classes of its layers are, or on their names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)])
+        self.kind = kind
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if (self.kind == "type" and type(layer) is nn.Linear) or type(layer).__name__ == self.kind:
+                x = torch.relu(x) + x
+        return x
+
+
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_layers_keep_the_names_of_their_classes(again):
+    """A forward that asks for them goes the way of the float model; in copies too."""
+    torch.manual_seed(0)
+    model, x = ByKind("Linear").eval(), torch.randn(4, 8)
+    expected = model(x)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    assert sqnr(expected, again(prepared).eval()(x)) > 30
+
+
+def test_another_path_with_simulators_is_told():
+    """A forward that compares classes leaves simulators without data; all are named, with what to do."""
+    with pytest.warns(UnplannedCallWarning, match=r"'add_quantize_output_0'.*saw nothing.*isinstance"):
+        Quantizer(ByKind("type"), QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare((torch.randn(4, 8),))
+
+
+class ByName(nn.Module):
+    """Looks its parameters up."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        found = dict(self.named_parameters())
+        return nn.functional.linear(x, found["fc.weight"], found["fc.bias"])
+
+
+def test_a_forward_that_fails_with_simulators_is_told_why():
+    """The error says what simulators change, keeps its cause, and the model is as it was."""
+    torch.manual_seed(0)
+    model, x = ByName(), torch.randn(4, 8)
+    before, expected = copy.deepcopy(model.state_dict()), model(x)
+    told = r"KeyError.*'fc\.weight'.*parametrizations.*execution_mode='graph'"
+    with pytest.raises(RuntimeError, match=told) as caught:
+        Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare((x,))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert_untouched(model, before, list(before))
+    assert torch.equal(model(x), expected)
 
 
 def noisy(x):

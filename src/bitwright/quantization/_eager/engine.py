@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionTargetTensor
+from bitwright.errors import UnplannedCallWarning
 from bitwright.planning import Plan
 from bitwright.planning.eager import plan_eager_quantization
 from bitwright.planning.simulated_states import trace_weights
@@ -105,8 +106,50 @@ def _initialise(
         for simulator in simulators:
             if simulator.quantization_target == CompressionTargetTensor.WEIGHT:
                 simulator.disable_observer()
-        if any(placement.state is None for _, placement in insertion.simulators):
-            with torch.no_grad():
-                model(*example.args, **example.kwargs)
+        _run_once(model, insertion, example)
     for simulator in simulators:
         switch(simulator, observer=False, fake_quant=True)
+
+
+def _run_once(model: nn.Module, insertion: Insertion, example: ExampleInputs) -> None:
+    """Run the example inputs through the simulators of activations, if there are any.
+
+    Warns of those that the forward passes by: without them it has taken another path.
+
+    Raises:
+        RuntimeError: the forward raised, which it does not without simulators.
+    """
+    activations = {id(one): one for one, placement in insertion.simulators if placement.state is None}
+    if not activations:
+        return
+    missed = {key: one.tensor_fqn for key, one in activations.items()}
+
+    def note(simulator: nn.Module, _: Any) -> None:
+        missed.pop(id(simulator), None)
+
+    hooks = [simulator.register_forward_pre_hook(note) for simulator in activations.values()]
+    try:
+        with torch.no_grad():
+            model(*example.args, **example.kwargs)
+    except Exception as error:
+        raise RuntimeError(
+            f"The model raised {type(error).__name__} once its weights had simulators: {error}. {_OTHER_PATHS}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missed:
+        names = ", ".join(map(repr, missed.values()))
+        warnings.warn(
+            f"The model takes another path than before it had simulators: {names} saw nothing. {_OTHER_PATHS}",
+            UnplannedCallWarning,
+            stacklevel=5,
+        )
+
+
+_OTHER_PATHS = (
+    "Eager mode gives a module with a quantized weight a subclass of its class, and keeps the weight itself at "
+    "parametrizations.<name>.original. A forward that compares type(module) should ask isinstance(module, ...); one "
+    "that looks a parameter up by its name should read the attribute, as in module.weight. Graph mode takes both as "
+    "they are: QuantizerConfig(execution_mode='graph')."
+)
