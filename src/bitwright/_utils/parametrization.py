@@ -138,7 +138,8 @@ def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | No
     """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one."""
     parametrizations = self._modules.get("parametrizations")
     if parametrizations is None or parameter is None or name not in parametrizations._modules:
-        type(self).__bases__[0].register_parameter(self, name, parameter)
+        base: Any = type(self).__bases__[0]
+        base.register_parameter(self, name, parameter)
         return
     chain: Any = parametrizations._modules[name]
     chain.original = _handed_out(parameter, chain)
