@@ -85,8 +85,7 @@ def _quicken(module: nn.Module, name: str) -> None:
     generic: property = cls.__dict__[name]
     generic_read: Any = generic.fget
     generic_write: Any = generic.fset
-    modules = sys.modules  # asked at every read
-    own_forward = _forward_of_torch(cls.__bases__[0])
+    own_forward = _forward_of_torch(_plain_class(module))
 
     def read(self: nn.Module) -> torch.Tensor:
         parametrizations = self._modules.get("parametrizations")
@@ -96,7 +95,7 @@ def _quicken(module: nn.Module, name: str) -> None:
             return own
         chain: Any = parametrizations._modules[name]
         simulators, original = chain._modules, chain._parameters.get("original")
-        if "peft" in modules and peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
+        if peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
             return _handed_out(original, simulators.values())
         if not is_dynamo_compiling():
             caller = sys._getframe(1)
@@ -119,6 +118,11 @@ def _quicken(module: nn.Module, name: str) -> None:
     setattr(cls, name, property(read, write, generic.fdel))
 
 
+def _plain_class(module: nn.Module) -> Any:
+    """Return the class that a parametrized module had before."""
+    return type(module).__bases__[0]
+
+
 def _forward_of_torch(cls: type[nn.Module]) -> CodeType | None:
     """Return the code of a layer's forward if it is torch's, which writes to no weight."""
     forward: Any = cls.forward
@@ -138,8 +142,7 @@ def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | No
     """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one."""
     parametrizations = self._modules.get("parametrizations")
     if parametrizations is None or parameter is None or name not in parametrizations._modules:
-        base: Any = type(self).__bases__[0]
-        base.register_parameter(self, name, parameter)
+        _plain_class(self).register_parameter(self, name, parameter)
         return
     chain: Any = parametrizations._modules[name]
     chain.original = _handed_out(parameter, chain)
@@ -147,7 +150,7 @@ def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | No
 
 def _disguise(module: nn.Module) -> None:
     cls: Any = type(module)
-    base: Any = cls.__bases__[0]
+    base = _plain_class(module)
     cls.__name__, cls.__qualname__ = base.__name__, base.__qualname__  # some forwards ask for it
     cls.register_parameter = _register_parameter
     cls.__reduce_ex__ = _reduce_parametrized
@@ -157,7 +160,7 @@ def _disguise(module: nn.Module) -> None:
 
 def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module into a class of its own: finalizing a copy deletes attributes of its class."""
-    base: Any = type(self).__bases__[0]
+    base = _plain_class(self)
     replica = _new_instance(base)
     memo[id(self)] = replica
     _restore_parametrized(replica, copy.deepcopy(self.__dict__, memo))
@@ -165,7 +168,7 @@ def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
-    base: Any = type(self).__bases__[0]
+    base = _plain_class(self)
     state = base.__getstate__(self)  # torch's parametrized class forbids pickling; its base may have a form of its own
     if isinstance(self, nn.RNNBase):
         _restore_rnn(self)  # RNNBase refreshes its list of weights here, through the parametrizations

@@ -25,6 +25,7 @@ __all__ = [
     "Freed",
     "Substitute",
     "WrittenCodes",
+    "copies_of",
     "hooked_by_others",
     "is_marked",
     "mark",
@@ -135,9 +136,7 @@ class CodesOnDemand(Substitute):
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
-            scale, zero_point, minval = (None if t is None else t.detach().clone() for t in self._parameters)
-            assert scale is not None
-            self._parameters = scale, zero_point, minval
+            self._parameters = copies_of(self._parameters)
             self.data = self._form.encode(y.detach(), *self._parameters, **self._options)
             self._failed = self.data is None
             if self._noted is not None:
@@ -192,6 +191,13 @@ class WrittenCodes(Substitute):
 def versions_of(made: Parameters) -> tuple[int, ...]:
     """The versions of parameters, -1 for one that there is not."""
     return tuple(-1 if t is None else t._version for t in made)
+
+
+def copies_of(made: Parameters) -> Parameters:
+    """Return copies of parameters, whose quantizer may change its own before the backward pass."""
+    scale, zero_point, minval = (None if t is None else t.detach().clone() for t in made)
+    assert scale is not None
+    return scale, zero_point, minval
 
 
 class _View:

@@ -101,9 +101,8 @@ def export_onnx(
     if opset is not None and opset < needed:
         raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
     program = traced(
-        lowered.model, example_inputs, example_kwargs, dynamic_shapes,
-        opset=needed if opset is None else opset, input_names=input_names, output_names=output_names,
-        meaning=partial(meaning, lowered=lowered),
+        lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=needed if opset is None else opset,
+        input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)

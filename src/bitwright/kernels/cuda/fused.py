@@ -17,7 +17,7 @@ from bitwright.formats import format_of
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import Layout, dense, layout_of
-from bitwright.kernels.saved import Substitute, mark, marking, versions_of
+from bitwright.kernels.saved import Substitute, copies_of, mark, marking, versions_of
 from bitwright.kernels.straight_through import straight_through
 
 from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, partial_ranges_kernel, range_kernel
@@ -197,9 +197,7 @@ class _Bytes(Substitute):
             self._failed = versions_of(self._made) != self._versions
             self._is_kept = not self._failed
             if self._is_kept:
-                scale, point, origin = _needed(self._made, self._grid)
-                point, origin = (None if t is None else t.clone() for t in (point, origin))
-                self._made = scale.clone(), point, origin
+                self._made = copies_of(_needed(self._made, self._grid))
         return self._is_kept
 
     def make(self) -> torch.Tensor:
