@@ -190,3 +190,78 @@ def test_saved_as_codes(mode, preset):
     assert peaks[1] < 0.8 * peaks[0]
     for expected, actual in zip(*gradients, strict=True):
         assert torch.equal(expected, actual)
+
+
+LIVES = {
+    "tensor": ({"dtype": "int8"}, "ACTIVATION"),
+    "extremes": ({"dtype": "int8", "qscheme": "asymmetric", "qparam_calculator_cls": "global_minmax"}, "ACTIVATION"),
+    "channels": ({"dtype": "int4", "granularity": {"type": "per_channel", "axis": 1}}, "ACTIVATION"),
+    "float8": ({"dtype": "float8_e4m3fn"}, "ACTIVATION"),
+    "minval": ({"dtype": "uint8", "qscheme": "asymmetric", "qformulation": "minval"}, "WEIGHT"),
+    "blocks": ({"dtype": "int4", "granularity": {"type": "per_block", "axis": 1, "block_size": 16}}, "WEIGHT"),
+    "rows": ({"dtype": "int8", "granularity": {"type": "per_channel", "axis": 0}}, "WEIGHT"),
+}
+
+
+def lead(name, device):
+    """What a simulator returns, passes back and keeps in a life of calls, switches and writes."""
+    spec, target = LIVES[name]
+    simulator = QuantizationComponentFactory.create_fake_quantizer(
+        QuantizationSpec(**spec), CompressionTargetTensor[target]
+    ).to(device)
+    generator, seen = torch.Generator().manual_seed(0), []
+    weight = nn.Parameter(torch.randn(32, 64, generator=generator).to(device))
+
+    def tensor(step):
+        if target == "WEIGHT":
+            return weight
+        shape = [(2, 8, 16, 16), (2, 8, 16, 16), (3, 8, 4, 4), (2, 8, 96, 96)][step % 4]
+        x = torch.randn(shape, generator=generator).mul(1 + step).to(device)
+        return x.to(memory_format=torch.channels_last) if step % 5 == 3 else x
+
+    def call(step):
+        x = tensor(step)
+        if step % 3 and x is not weight:
+            x.requires_grad_()
+        y = simulator(x)
+        seen.append(y.detach())
+        if y.requires_grad:
+            (passed,) = torch.autograd.grad(y, x, torch.randn(x.shape, generator=generator).to(device))
+            seen.append(passed)
+
+    def write():
+        with torch.no_grad():
+            weight.mul_(1.1)
+            simulator.qparams_calculator.scale.mul_(1.5)
+
+    events = [
+        lambda: None,
+        simulator.disable_observer,
+        write,
+        simulator.eval,
+        simulator.enable_observer,
+        lambda: simulator.observer_enabled.fill_(0),
+        simulator.train,
+        simulator.disable_fake_quant,
+        lambda: simulator.load_state_dict({k: v.clone() for k, v in simulator.state_dict().items()}),
+        simulator.enable_fake_quant,
+        lambda: simulator.observer_enabled.fill_(1),
+        simulator.eval,
+        simulator.disable_observer,
+        write,
+    ]
+    for event in events:
+        event()
+        for step in range(6):
+            call(step)
+        with torch.no_grad():
+            call(0)
+    return [*seen, *simulator.qparams_calculator.buffers()]
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_a_simulators_life(name):
+    """Calls prepared for a GPU notice what those for the CPU notice, bit for bit."""
+    for expected, actual in zip(lead(name, "cpu"), lead(name, "cuda"), strict=True):
+        assert torch.equal(expected, actual.cpu())
+        assert expected.stride() == actual.stride()

@@ -164,3 +164,84 @@ def test_running_range(case: Case) -> None:
             for a, b in zip(other, state, strict=True):
                 assert_same(a if a is None else a.cpu(), b, zero_sign=False)
             x = x.flip(0) * 0.7
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_prepared_calls(case: Case) -> None:
+    """A prepared call gives what ``fused`` gives, with and without a gradient, codes and a running range."""
+    from bitwright.kernels.cuda import fused, ready
+
+    x, gradient = moved(case.x.detach().contiguous()), moved(case.gradient.contiguous())
+    low, high = fused.min_max(x, case.block_size)
+    how = {"block_size": case.block_size, "grid": case.grid}
+    options = {"scheme": case.scheme, "scale_dtype": case.scale_dtype}
+    made = fused.choose_qparams(low, high, grid=case.grid, **options)
+    if ready.suits(x, made, **how):
+        call = ready.ReadyCall(x, made, **how)
+        for t in (x, gradient):
+            expected, mine = t.clone().requires_grad_(), t.clone().requires_grad_()
+            wanted, y = fused.fake_quantize(expected, *made, **how), call.run_with_gradient(mine)
+            assert_same(call.run(t).cpu(), wanted.detach().cpu())
+            assert_same(y.detach().cpu(), wanted.detach().cpu())
+            assert_same(*(torch.autograd.grad(r, s, gradient)[0].cpu() for r, s in ((y, mine), (wanted, expected))))
+            with saved_as_codes(minimum=1):
+                y = call.run_with_gradient(mine)
+                product = y * torch.ones_like(y).requires_grad_()
+            assert_same(product.grad_fn._saved_self.detach().cpu(), wanted.detach().cpu())
+    for constant, kept in itertools.product((None, 0.01), {low.dtype, torch.float32}):
+        state = [t if t is None else t.clone() for t in (low.to(kept), high.to(kept), *made)]
+        other = [t if t is None else t.clone() for t in state]
+        if not ready.suits(x, tuple(other[2:]), **how, running=tuple(other[:2])):
+            continue
+        call = ready.ReadyCall(
+            x, tuple(other[2:]), **how, running=tuple(other[:2]), averaging_constant=constant, **options
+        )
+        for step, restart in enumerate((False, kept == x.dtype, False)):
+            now = x.flip(0) * 0.7**step
+            y = fused.observe_running_and_fake_quantize(
+                now, *state, **how, averaging_constant=constant, restart=restart, quantize=step < 2, **options
+            )
+            if step == 0:
+                mine = call.run_with_gradient(now.clone().requires_grad_(), observed=True, restart=restart).detach()
+            elif step == 1:
+                mine = call.observe_and_run(now, restart)
+            else:
+                call.observe(now, restart)
+                mine = now
+            assert_same(mine.cpu(), y.cpu())
+            for a, b in zip(other, state, strict=True):
+                assert_same(a if a is None else a.cpu(), b if b is None else b.cpu(), zero_sign=False)
+
+
+@runs_here
+@more
+@given(case=cases(most=600))
+def test_prepared_weights(case: Case) -> None:
+    """A prepared call for a weight, observed or not, gives what ``fused`` gives, and advances versions."""
+    from bitwright.kernels.cuda import fused, ready
+
+    x, gradient = moved(case.x.detach().contiguous()), moved(case.gradient.contiguous())
+    how = {"block_size": case.block_size, "grid": case.grid}
+    options = {"scheme": case.scheme, "scale_dtype": case.scale_dtype}
+    y, *expected = fused.observe_and_fake_quantize(x.requires_grad_(), **how, **options)
+    made = tuple(t if t is None else torch.zeros_like(t) for t in expected)
+    if not ready.suits(x, made, **how, observed=True):
+        return
+    call = ready.FollowingCall(x, made, *how.values(), *options.values())
+    before = made[0]._version
+    mine = call.run(x)
+    assert made[0]._version > before
+    assert_same(mine.detach().cpu(), y.detach().cpu())
+    for a, b in zip(made, expected, strict=True):
+        assert_same(a if a is None else a.cpu(), b if b is None else b.cpu(), zero_sign=False)
+    wanted = torch.autograd.grad(y, x, gradient)[0].cpu()
+    assert_same(torch.autograd.grad(mine, x, gradient)[0].cpu(), wanted)
+    with torch.no_grad():
+        values, mask, backward = call.run_masked(x)
+        assert_same(values.cpu(), y.cpu())
+        assert_same(backward(gradient.clone(), mask, True).cpu(), wanted)
+        assert_same(call.again(x).cpu(), y.cpu())
+    frozen = ready.FollowingCall(x, made, *how.values(), None, None)
+    assert_same(frozen.run(x).detach().cpu(), y.detach().cpu())

@@ -135,13 +135,22 @@ def ready_call(
     Args:
         x: the tensor.
         made: scale, zero point and minval as an observer keeps them.
-        **options: the further arguments of ``kernels.cpu.ready.ReadyCall``.
+        **options: the further arguments of ``ReadyCall``.
     """
-    if not x.is_cpu or form_of(x) is reference or not x.is_contiguous():
+    form = form_of(x)
+    if form is reference or not x.is_contiguous():
         return None
-    from .cpu import ready
+    ready: Any = _ready_of(form)
+    return ready.ReadyCall(x, made, **options) if ready.suits(x, made, **options) else None
 
-    return ready.ReadyCall(x, made, **options) if ready.suits(x, made, options.get("running")) else None
+
+def _ready_of(form: Any) -> Any:
+    """The module of prepared calls of a fused form."""
+    if form is _cpu_form():
+        from .cpu import ready
+    else:
+        from .cuda import ready  # type: ignore[no-redef]
+    return ready
 
 
 def release_idle_memory() -> None:
@@ -159,7 +168,7 @@ def release_idle_memory() -> None:
 
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
     """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
-    if marking(y) and not is_marked(y):
+    if y.is_cpu and marking(y) and not is_marked(y):
         block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
         mark(y, CodesOnDemand(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on))
 
@@ -167,15 +176,30 @@ def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
 def take_snapshot(*tensors: torch.Tensor) -> Any:
     """Return an object whose ``holds()`` says whether tensors have the elements that they have now.
 
+    Of tensors elsewhere than on the CPU, which nobody must wait for, the versions are compared.
+
     Args:
-        *tensors: integers or booleans on the CPU, of at most one dimension, whose memory stays where it is while the
-            snapshot is in use.
+        *tensors: integers or booleans, of at most one dimension, whose memory stays where it is while the snapshot is
+            in use.
     """
+    if not all(tensor.is_cpu for tensor in tensors):
+        return _Versions(tensors)
     if _cpu_form() is reference:
         return _Copies(tensors)
     from .cpu.snapshot import Snapshot
 
     return Snapshot(*tensors)
+
+
+class _Versions:
+    """What ``cpu.snapshot.Snapshot`` is, for tensors whose elements are not looked at."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._seen = [tensor._version for tensor in tensors]
+
+    def holds(self) -> bool:
+        return [tensor._version for tensor in self._tensors] == self._seen
 
 
 class _Copies:

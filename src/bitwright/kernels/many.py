@@ -69,7 +69,7 @@ class Task:
         if call is None:
             return None
         y: torch.Tensor = call.run(x)
-        return self._marked(y) if marking(y) else y
+        return self._marked(y) if y.is_cpu and marking(y) else y
 
     def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward] | None:
         """``run`` without recording a gradient; returns what one is made with too, see ``straight_through``."""
@@ -82,12 +82,13 @@ class Task:
         return getattr(self._call, "again", None)
 
     def _prepared(self, x: torch.Tensor) -> Any:
-        """The prepared call for a plain tensor on the CPU of at most ``LARGEST`` elements; None for any other."""
-        if type(x) not in _PLAIN or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
+        """The prepared call for a plain tensor, on the CPU one of at most ``LARGEST`` elements; None for any other."""
+        if type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or x.layout is not _STRIDED or x.is_neg():
             return None
         scale, zero_point, minval = self.made
         key = (
             x.dtype,
+            x.get_device(),
             x.shape,
             x.stride(),
             scale.data_ptr(),
@@ -102,9 +103,14 @@ class Task:
         zero_point = self.made[1]
         if dispatch.form_of(x) is reference or (zero_point is not None and zero_point.is_floating_point()):
             return None
+        how = self.block_size, self.grid
+        if x.is_cuda:
+            from .cuda import ready as on_gpu
+
+            fits = x.is_contiguous() and on_gpu.suits(x, self.made, *how, observed=self.scheme is not None)
+            return on_gpu.FollowingCall(x, self.made, *how, self.scheme, self.scale_dtype) if fits else None
         from .cpu import many, ready
 
-        how = self.block_size, self.grid
         if x.numel() >= SMALL:
             fits = x.numel() <= LARGEST and x.is_contiguous() and ready.suits(x, self.made, None)
             return ready.LargeCall(x, self.made, *how, self.scheme, self.scale_dtype) if fits else None
@@ -162,7 +168,7 @@ def quantized_small(tensors: Sequence[torch.Tensor], tasks: Sequence[Task]) -> l
     groups: dict[bool, list[tuple[int, torch.Tensor, Any]]] = {False: [], True: []}
     recording = _grad_enabled()
     for place, (x, task) in enumerate(zip(tensors, tasks, strict=True)):
-        call = task._prepared(x) if x.numel() <= LARGEST_OF_MANY else None
+        call = task._prepared(x) if x.is_cpu and x.numel() <= LARGEST_OF_MANY else None
         if call is not None:
             groups[recording and x.requires_grad].append((place, x, call))
     for gradient, group in groups.items():

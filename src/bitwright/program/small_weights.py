@@ -89,6 +89,8 @@ class SmallWeights:
             for step in owners:
                 owner = owner._modules[step]
             weight = owner._parameters.get(attribute)
+            if weight is None or not weight.is_cpu:
+                continue
             task = shortcut.task(simulator, weight)
             if task is not None and not _has_hooks(weight):
                 names.append(name)

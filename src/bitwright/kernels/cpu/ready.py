@@ -110,9 +110,10 @@ _all_set = entry(all_set, 2)
 def suits(
     x: torch.Tensor,
     made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    running: tuple[torch.Tensor, torch.Tensor] | None,
+    running: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **_: Any,
 ) -> bool:
-    """Return whether ``ReadyCall`` takes a contiguous tensor and these parameters."""
+    """Return whether ``ReadyCall``, of the same arguments, takes a contiguous tensor and these parameters."""
     wanted = (torch.float32, torch.int32, torch.float32, x.dtype, x.dtype)
     blocks = made[0].numel()
     return (

@@ -7,21 +7,28 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from bitwright.formats import format_of
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import Layout, dense, layout_of
 from bitwright.kernels.saved import Substitute, copies_of, mark, marking, versions_of
 from bitwright.kernels.straight_through import straight_through
 
-from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, partial_ranges_kernel, range_kernel
-from .launching import Launch
+from .launches import (
+    choose_launch,
+    divided,
+    fits_one_pass,
+    is_covered,
+    map_launch,
+    mask_launch,
+    numbers_of,
+    parts_of,
+    range_launch,
+    rows_launch,
+)
 
 __all__ = [
     "choose_qparams",
@@ -35,64 +42,13 @@ __all__ = [
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
-_FAKE, _CODES, _VALUES = 0, 1, 2
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FAKE, _CODES, _VALUES = 0, 1, 2
 _LARGEST_EXPONENT = {torch.float4_e2m1fn_x2: 2, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-_SIZES = (1024, 512, 256)  # elements of a program; the first that divides a row, so that its block is asked for once
-_KNOWN_LENGTHS = frozenset(1 << n for n in range(9))  # rows for which code of their own is compiled
-_LONGEST_ROW = 8192
-_MOST_PARTS = 1024
-_MOST_RUNS = 4
-_MOST_LAUNCHES = 4096  # kept ready of each kernel
-_WIDE = 1 << 31
-_WARPS, _MORE_WARPS, _MOST_WARPS = 4, 8, 16
-
-
-class _Numbers(NamedTuple):
-    """A grid as the kernels take it."""
-
-    integer: bool
-    minval: bool
-    low: float
-    high: float
-    smallest: int
-    anchor: int
-
-
-@lru_cache(maxsize=256)
-def _numbers(grid: Grid) -> _Numbers:
-    fmt = format_of(grid.dtype)
-    integer = fmt.kind == "int"
-    minval = integer and grid.formulation == "minval"
-    low, high = float(grid.quant_min), float(grid.quant_max)
-    return _Numbers(integer, minval, low, high, (128 - fmt.bias) << 23, (23 - fmt.mantissa_bits) << 23)
-
-
-def _runs(layout: Layout) -> tuple[int, tuple[int, ...]]:
-    """Number of outer runs, and the seven numbers that ``block_of_row`` takes."""
-    count = int(layout.table[4])
-    sizes = [int(v) for v in layout.table[5 : 5 + count]] + [1] * (_MOST_RUNS - count)
-    strides = [int(v) for v in layout.table[5 + count :]] + [0] * (_MOST_RUNS - count)
-    return count, (*sizes[1:_MOST_RUNS], *strides[:_MOST_RUNS])
 
 
 def _or(wanted: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     """A pointer for a place that the kernel does not touch."""
     return instead if wanted is None else wanted
-
-
-def _divided(number: int, by: int) -> int:
-    """The quotient, rounded up."""
-    return -(-number // by)
-
-
-def _power_of_two(least: int) -> int:
-    """The smallest one that is not less."""
-    return 1 << (least - 1).bit_length()
-
-
-def _covered(layout: Layout) -> bool:
-    return int(layout.table[4]) <= _MOST_RUNS
 
 
 def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
@@ -103,10 +59,10 @@ def _plain(parameter: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torc
     return parameter.detach().to(x.device, dtype).contiguous()
 
 
-def _needed(made: Parameters, grid: Grid) -> Parameters:
+def needed(made: Parameters, grid: Grid) -> Parameters:
     """The parameters without those that the grid's formulation does not look at."""
     scale, zero_point, minval = made
-    numbers = _numbers(grid)
+    numbers = numbers_of(grid)
     return scale, None if numbers.minval or not numbers.integer else zero_point, minval if numbers.minval else None
 
 
@@ -121,66 +77,33 @@ def _map(
     data: torch.Tensor | None = None,
 ) -> None:
     """Launch ``map_kernel``."""
-    scale, points, origins = _needed(made, grid)
-    launch = _map_launch(
+    scale, points, origins = needed(made, grid)
+    launch = map_launch(
         op, x.dtype, y.dtype, layout, grid, points is not None, origins is not None, mask is not None, data is not None
     )
     launch(x, y, _or(mask, y), _or(data, y), scale, _or(points, scale), _or(origins, scale))
 
 
-@lru_cache(maxsize=_MOST_LAUNCHES)
-def _map_launch(
-    op: int,
-    dtype: torch.dtype,
-    out: torch.dtype,
-    layout: Layout,
-    grid: Grid,
-    points: bool,
-    origins: bool,
-    mask: bool,
-    data: bool,
-) -> Launch:
-    numbers, (count, runs), (size, together) = _numbers(grid), _runs(layout), _tile(layout)
-    return Launch(
-        map_kernel, _divided(layout.numel, size), (*numbers[2:], layout.numel, layout.length, *runs), _WARPS,
-        OP=op, IN=_DTYPES[dtype], OUT=_DTYPES[out], INTEGER=numbers.integer, POINTS=points, ORIGINS=origins,
-        MASK=mask, DATA=data, OUTER=count, PER_ELEMENT=layout.per_element, TOGETHER=together,
-        LENGTH=0 if together or layout.length not in _KNOWN_LENGTHS else layout.length,
-        WIDE=layout.numel + size >= _WIDE, SIZE=size,
-    )  # fmt: skip
+def new_mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(divided(x.numel(), 32), dtype=torch.int32, device=x.device)
 
 
-def _tile(layout: Layout) -> tuple[int, bool]:
-    """Elements of a program, and whether they lie in one row and one block."""
-    if not layout.per_element:
-        if layout.rows == 1:
-            return _SIZES[0], True
-        for size in _SIZES:
-            if layout.length % size == 0:
-                return size, True
-    return _SIZES[0], False
-
-
-def _new_mask(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(_divided(x.numel(), 32), dtype=torch.int32, device=x.device)
-
-
-def _apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
+def apply_mask(gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
     out = gradient if in_place else torch.empty_like(gradient)
-    _mask_launch(gradient.numel(), gradient.dtype)(gradient, mask, out)
+    mask_launch(gradient.numel(), gradient.dtype)(gradient, mask, out)
     return out
 
 
-@lru_cache(maxsize=_MOST_LAUNCHES)
-def _mask_launch(numel: int, dtype: torch.dtype) -> Launch:
-    return Launch(
-        mask_kernel, _divided(numel, _SIZES[0]), (numel,), _WARPS,
-        DTYPE=_DTYPES[dtype], WIDE=numel + _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
-    )  # fmt: skip
+class WrittenBytes(Substitute):
+    """A fake-quantized tensor as the bytes that are written with it.
 
-
-class _Bytes(Substitute):
-    """A fake-quantized tensor as the bytes that were written with it."""
+    Args:
+        x: what is quantized.
+        mask: a bit for each element.
+        made: scale, zero point and minval, of the version that they have when the tensor is there.
+        layout: that of the tensor.
+        grid: the codes.
+    """
 
     __slots__ = ("_dtype", "_failed", "_grid", "_is_kept", "_layout", "_made", "_mask", "_versions", "data")
 
@@ -197,7 +120,7 @@ class _Bytes(Substitute):
             self._failed = versions_of(self._made) != self._versions
             self._is_kept = not self._failed
             if self._is_kept:
-                self._made = copies_of(_needed(self._made, self._grid))
+                self._made = copies_of(needed(self._made, self._grid))
         return self._is_kept
 
     def make(self) -> torch.Tensor:
@@ -207,7 +130,7 @@ class _Bytes(Substitute):
         return y
 
 
-def _has_bytes(grid: Grid) -> bool:
+def has_bytes(grid: Grid) -> bool:
     """Whether a byte and its bit of the mask tell every code of a grid and NaN apart."""
     return grid.dtype in _LARGEST_EXPONENT or 2 <= grid.quant_max - grid.quant_min < 256
 
@@ -230,11 +153,11 @@ def _run(
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return forward(None, None)
-    mask = _new_mask(x)
-    if not (marking(x) and _has_bytes(grid)):
-        return straight_through(x, lambda mask: forward(mask, None), mask, _apply_mask)
-    kept = _Bytes(x, mask, made, layout, grid)
-    y = straight_through(x, lambda mask: forward(mask, kept.data), mask, _apply_mask)
+    mask = new_mask(x)
+    if not (marking(x) and has_bytes(grid)):
+        return straight_through(x, lambda mask: forward(mask, None), mask, apply_mask)
+    kept = WrittenBytes(x, mask, made, layout, grid)
+    y = straight_through(x, lambda mask: forward(mask, kept.data), mask, apply_mask)
     kept.version = y._version
     mark(y, kept)
     return y
@@ -249,7 +172,7 @@ def _prepare(
 ) -> tuple[Layout, Parameters]:
     scale, zero_point, minval = made
     layout = layout_of(x.shape, order, block_size)
-    if reference.check_fit(layout.counts, scale, zero_point, minval, _numbers(grid).minval) and layout.blocks != 1:
+    if reference.check_fit(layout.counts, scale, zero_point, minval, numbers_of(grid).minval) and layout.blocks != 1:
         layout = layout_of(x.shape, order, tuple(x.shape))
     point = None if zero_point is None else _plain(zero_point, torch.int32, x)
     origin = None if minval is None else _plain(minval, torch.float32, x)
@@ -268,12 +191,12 @@ def fake_quantize(
     """``reference.fake_quantize``."""
     flat, order = dense(x)
     layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
-    if not _covered(layout):
+    if not is_covered(layout):
         return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
 
     def forward(mask: torch.Tensor | None, data: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_like(flat)
-        _map(_FAKE, flat, y, mask, made, layout, grid, data)
+        _map(FAKE, flat, y, mask, made, layout, grid, data)
         return y
 
     return _run(x, forward, made, layout, grid)
@@ -291,7 +214,7 @@ def quantize(
     """``reference.quantize``, without gradient."""
     flat, order = dense(x)
     layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
-    if not _covered(layout):
+    if not is_covered(layout):
         return reference.quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     codes = torch.empty_like(flat, dtype=torch.float32)
     _map(_CODES, flat, codes, None, made, layout, grid)
@@ -311,7 +234,7 @@ def dequantize(
     """``reference.dequantize``, without gradient."""
     flat, order = dense(codes.to(torch.float32))
     layout, made = _prepare(flat, order, (scale, zero_point, minval), block_size, grid)
-    if not _covered(layout):
+    if not is_covered(layout):
         return reference.dequantize(
             codes, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=output_dtype
         )
@@ -320,38 +243,15 @@ def dequantize(
     return values
 
 
-def _keys(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def find_keys(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Order keys of the extremes of every block; for a single block, those of its parts."""
     if layout.blocks == 1:
-        lows, highs = torch.empty((2, _parts(layout)), dtype=torch.int32, device=x.device)
+        lows, highs = torch.empty((2, parts_of(layout)), dtype=torch.int32, device=x.device)
     else:
         lows = torch.full((layout.blocks,), (1 << 31) - 1, dtype=torch.int32, device=x.device)
         highs = torch.full((layout.blocks,), -(1 << 31), dtype=torch.int32, device=x.device)
-    _range_launch(layout, x.dtype)(x, lows, highs)
+    range_launch(layout, x.dtype)(x, lows, highs)
     return lows, highs
-
-
-def _parts(layout: Layout) -> int:
-    """In how many parts the range of a single block is found."""
-    return min(_MOST_PARTS, _divided(layout.numel, 4 * _SIZES[0]))
-
-
-@lru_cache(maxsize=_MOST_LAUNCHES)
-def _range_launch(layout: Layout, dtype: torch.dtype) -> Launch:
-    if layout.blocks == 1:
-        parts = _parts(layout)
-        return Launch(
-            partial_ranges_kernel, parts, (layout.numel,), _WARPS, DTYPE=_DTYPES[dtype],
-            WIDE=layout.numel + 2 * parts * _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
-        )  # fmt: skip
-    columns = min(4096, _power_of_two(layout.length))
-    rows = max(1, 4096 // columns)
-    tiles = _divided(layout.length, columns)
-    count, runs = _runs(layout)
-    return Launch(
-        range_kernel, _divided(layout.rows, rows) * tiles, (layout.rows, layout.length, tiles, *runs), _MORE_WARPS,
-        DTYPE=_DTYPES[dtype], OUTER=count, WIDE=layout.numel + 4096 >= _WIDE, ROWS=rows, COLUMNS=columns,
-    )  # fmt: skip
 
 
 def _values(lows: torch.Tensor, highs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,9 +266,9 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     """``reference.min_max``."""
     flat, order = dense(x.detach())
     layout = layout_of(flat.shape, order, block_size)
-    if layout.per_element or not _covered(layout):
+    if layout.per_element or not is_covered(layout):
         return reference.min_max(x, block_size)
-    lows, highs = _keys(flat, layout)
+    lows, highs = find_keys(flat, layout)
     if layout.blocks == 1:
         lows, highs = lows.amin(0, keepdim=True), highs.amax(0, keepdim=True)
     low, high = _values(lows, highs)
@@ -377,12 +277,12 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
 
 def _new_parameters(counts: tuple[int, ...], grid: Grid, device: torch.device) -> Parameters:
     scale = torch.empty(counts, device=device)
-    if not _numbers(grid).integer:
+    if not numbers_of(grid).integer:
         return scale, None, None
     return scale, torch.empty(counts, dtype=torch.int32, device=device), torch.empty(counts, device=device)
 
 
-def _scheme(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int:
+def scheme_code(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int:
     if scale_dtype is not None:
         return 2 + _LARGEST_EXPONENT[grid.dtype]
     return 1 if scheme == "asymmetric" else 0
@@ -403,30 +303,8 @@ def _choose(
     blocks, keys = scale.numel(), lows.dtype == torch.int32
     parts = lows.numel() if keys and blocks == 1 else 0
     kept = dtype if running is None else running[2].dtype
-    launch = _choose_launch(blocks, keys, parts, grid, scheme, dtype, kept, mode, constant)
+    launch = choose_launch(blocks, keys, parts, grid, scheme, dtype, kept, mode, constant)
     launch(lows, highs, *tracked, scale, _or(zero_point, scale), _or(minval, scale))
-
-
-@lru_cache(maxsize=_MOST_LAUNCHES)
-def _choose_launch(
-    blocks: int,
-    keys: bool,
-    parts: int,
-    grid: Grid,
-    scheme: int,
-    dtype: torch.dtype,
-    kept: torch.dtype,
-    mode: int | None,
-    constant: float,
-) -> Launch:
-    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
-    numbers = _numbers(grid)
-    return Launch(
-        choose_kernel, _divided(blocks, 256),
-        (numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts), _WARPS,
-        DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, MODE=mode or 0, KEYS=keys,
-        PARTS=_MOST_PARTS if parts else 0, RUNNING=mode is not None, INTEGER=numbers.integer, SIZE=256,
-    )  # fmt: skip
 
 
 def choose_qparams(
@@ -440,7 +318,7 @@ def choose_qparams(
     """``reference.choose_qparams``; the caller has checked the scheme."""
     low, high = (t.detach().to(torch.float32).contiguous() for t in (min_val, max_val))
     made = _new_parameters(tuple(min_val.shape), grid, min_val.device)
-    _choose(low, high, made, grid, _scheme(grid, scheme, scale_dtype), min_val.dtype)
+    _choose(low, high, made, grid, scheme_code(grid, scheme, scale_dtype), min_val.dtype)
     return made
 
 
@@ -459,40 +337,9 @@ def _observe_rows(
     y = torch.empty_like(x)
     mode, constant, *tracked = running if running is not None else (None, 0.0, scale, scale)
     kept = x.dtype if running is None else running[2].dtype
-    launch = _rows_launch(layout, grid, scheme, x.dtype, kept, mask is not None, data is not None, mode, constant)
+    launch = rows_launch(layout, grid, scheme, x.dtype, kept, mask is not None, data is not None, mode, constant)
     launch(x, y, _or(mask, y), _or(data, y), scale, _or(zero_point, scale), _or(minval, scale), *tracked)
     return y
-
-
-@lru_cache(maxsize=_MOST_LAUNCHES)
-def _rows_launch(
-    layout: Layout,
-    grid: Grid,
-    scheme: int,
-    dtype: torch.dtype,
-    kept: torch.dtype,
-    mask: bool,
-    data: bool,
-    mode: int | None,
-    constant: float,
-) -> Launch:
-    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
-    numbers = _numbers(grid)
-    columns = max(32, _power_of_two(layout.length))
-    rows = max(1, 4096 // columns)
-    return Launch(
-        observe_rows_kernel, _divided(layout.rows, rows),
-        (*numbers[2:], constant, 1.0 - constant, layout.rows, layout.length),
-        _MOST_WARPS if columns > 4096 else _MORE_WARPS,
-        DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, INTEGER=numbers.integer, MINVAL=numbers.minval,
-        MASK=mask, DATA=data, RUNNING=mode is not None, MODE=mode or 0, WIDE=layout.numel + 4096 >= _WIDE,
-        ROWS=rows, COLUMNS=columns,
-    )  # fmt: skip
-
-
-def _fits_one_pass(layout: Layout) -> bool:
-    """Whether every program can hold whole blocks, with whole words of the mask."""
-    return layout.rowwise and layout.length <= _LONGEST_ROW and (layout.length % 32 == 0 or layout.rows == 1)
 
 
 def observe_and_fake_quantize(
@@ -506,8 +353,8 @@ def observe_and_fake_quantize(
     """``reference.observe_and_fake_quantize``; the caller has checked the scheme."""
     flat, order = dense(x)
     layout = layout_of(flat.shape, order, block_size)
-    code = _scheme(grid, scheme, scale_dtype)
-    if not _fits_one_pass(layout):
+    code = scheme_code(grid, scheme, scale_dtype)
+    if not fits_one_pass(layout):
         low, high = min_max(x, block_size)
         made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
         return fake_quantize(x, *made, block_size=block_size, grid=grid), *made
@@ -549,20 +396,20 @@ def observe_running_and_fake_quantize(
     mode = 0 if restart else 2 if averaging_constant is None else 1
     made = (scale, zero_point, minval)
     running = (mode, averaging_constant or 0.0, running_min, running_max)
-    code = _scheme(grid, scheme, scale_dtype)
+    code = scheme_code(grid, scheme, scale_dtype)
     # The kernels write behind torch's back; what is cached by version must notice.
     written = [t for t in (running_min, running_max, *made) if t is not None]
-    if quantize and _fits_one_pass(layout):
+    if quantize and fits_one_pass(layout):
         increment_version(written)
 
         def forward(mask: torch.Tensor | None, data: torch.Tensor | None) -> torch.Tensor:
             return _observe_rows(flat, mask, data, made, layout, grid, code, running)
 
         return _run(x, forward, made, layout, grid)
-    if layout.per_element or not _covered(layout):
+    if layout.per_element or not is_covered(layout):
         lows, highs = (t.to(torch.float32).contiguous() for t in reference.min_max(x, block_size))
     else:
-        lows, highs = _keys(flat, layout)
+        lows, highs = find_keys(flat, layout)
     _choose(lows, highs, made, grid, code, x.dtype, running)
     increment_version(written)
     if not quantize:

@@ -20,6 +20,7 @@ _keeps = True
 # Kernels load and store bfloat16 as int16, so that the rounding is theirs everywhere.
 _STORED = {torch.bfloat16: torch.int16}
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _is_watched() -> bool:
@@ -31,14 +32,14 @@ def _is_watched() -> bool:
 class Launch:
     """A kernel with the numbers and constants of one kind of call.
 
-    What Triton compiled for tensors of the same dtypes on the same device is launched again directly.
+    What Triton compiled for a device is launched again directly.
 
     Args:
         kernel: a jitted function whose parameters are pointers, then numbers, then constants.
         programs: size of the grid.
         numbers: for the numbers.
         warps: warps of a program.
-        **constants: by name.
+        **constants: by name. They and the numbers determine the dtypes that the pointers are to.
     """
 
     __slots__ = ("_constants", "_kernel", "_known", "_numbers", "_programs", "_warps")
@@ -46,7 +47,7 @@ class Launch:
     def __init__(self, kernel: Any, programs: int, numbers: tuple[Any, ...], warps: int, **constants: Any) -> None:
         self._kernel, self._programs, self._numbers = kernel, programs, numbers
         self._warps, self._constants = warps, constants
-        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._known: dict[int, tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on the device of the tensors.
@@ -59,7 +60,7 @@ class Launch:
             self._launch_anew(tensors, {})
             return
         device = first.get_device()
-        if device != torch.cuda.current_device():
+        if device != _current_device():
             with torch.cuda.device(device):
                 self(*tensors)
             return
@@ -67,25 +68,24 @@ class Launch:
         together = 0
         for address in addresses:
             together |= address
-        key = (device, *[tensor.dtype for tensor in tensors])
         if together % _ALIGNMENT == 0:
-            known = self._known.get(key)
+            known = self._known.get(device)
             if known is not None and not _is_watched():
                 run, function, metadata, rest = known
                 run(self._programs, 1, 1, _stream(device), function, metadata, None, None, None, *addresses, *rest)
                 return
         made = self._launch_anew(tensors, {"num_warps": self._warps})
         if together % _ALIGNMENT == 0 and _keeps:
-            self._keep(key, made)
+            self._keep(device, len(tensors), made)
 
     def _launch_anew(self, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
         stored = [tensor.view(_STORED.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
         return self._kernel[(self._programs,)](*stored, *self._numbers, **self._constants, **options, **_EXACT)
 
-    def _keep(self, key: tuple[Any, ...], made: Any) -> None:
+    def _keep(self, device: int, pointers: int, made: Any) -> None:
         """Keep a compiled kernel, where this version of Triton launches one as it is done here."""
         global _keeps
-        names = self._kernel.arg_names[len(key) - 1 + len(self._numbers) :]
+        names = self._kernel.arg_names[pointers + len(self._numbers) :]
         parts = [getattr(made, name, None) for name in ("run", "function", "packed_metadata")]
         if (
             None in parts
@@ -96,4 +96,4 @@ class Launch:
             _keeps = False
             _logger.info("Triton %s launches every kernel anew.", triton.__version__)
             return
-        self._known[key] = (*parts, (*self._numbers, *[self._constants[name] for name in names]))
+        self._known[device] = (*parts, (*self._numbers, *[self._constants[name] for name in names]))

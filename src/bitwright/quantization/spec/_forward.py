@@ -158,7 +158,7 @@ class FakeQuantizeForward(SwitchedModule):
         calculator: Any,
     ) -> Call | None:
         """Make the short way for this tensor and the next ones like it, and return it; None where there is none."""
-        if not tensor.is_cpu:  # the short ways read memory
+        if not (tensor.is_cpu or tensor.is_cuda):
             return None
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         plain = stateful and type(calculator).get_qparams is StatefulQParamsCalculatorBase.get_qparams

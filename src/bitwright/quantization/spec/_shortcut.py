@@ -9,6 +9,8 @@ a call would cost as much as they do.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ __all__ = ["following", "is_repeated", "observing", "quantizing", "remembering"]
 QParams = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _SHAPES = 16
+_is_cpu = operator.attrgetter("is_cpu")
 _STRIDED = torch.strided
 _WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _backward_task = torch._C._current_graph_task_id
@@ -40,14 +43,28 @@ _STATE = ("running_min", "running_max", "scale", "zero_point", "minval")
 _TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
 
 
-def _switches(simulator: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the buffers of a simulator's switches; None where compiled code cannot read them."""
+def _switches(simulator: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Return the buffers of a simulator's switches; None where they cannot be watched, or lie elsewhere."""
     buffers: tuple[Any, ...] = simulator._seen
-    return buffers if undisturbed() and all(map(_is_readable, buffers)) else None
+    return buffers if undisturbed() and all(_is_watched(b, tensor) for b in buffers) else None
 
 
-def _is_readable(b: torch.Tensor | None) -> bool:
-    return b is not None and b.is_cpu and b.element_size() == 1 and b.numel() == 1 and not b.is_inference()
+def _is_watched(b: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return (
+        b is not None
+        and b.device == tensor.device
+        and b.element_size() == 1
+        and b.numel() == 1
+        and not b.is_inference()
+    )
+
+
+def _place(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Return a function that says whether a tensor is on the CPU, or on the same GPU, as this one is."""
+    if tensor.is_cpu:
+        return _is_cpu
+    device = tensor.get_device()
+    return lambda x: x.is_cuda and x.get_device() == device
 
 
 def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | None:
@@ -58,7 +75,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         calculator: its calculator.
         tensor: what it was given.
     """
-    switches = _switches(simulator)
+    switches = _switches(simulator, tensor)
     if switches is None:
         return None
     observer, fake_quant, off = switches
@@ -69,7 +86,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
     if ready is None:
         return None
     scale, point, origin = made
-    dtype = tensor.dtype
+    dtype, here = tensor.dtype, _place(tensor)
     other = scale if point is None else origin if simulator._current_grid().formulation == "minval" else point
     name = "scale" if point is None else "minval" if other is origin else "zero_point"
     at, other_at = scale.data_ptr(), other.data_ptr()
@@ -96,7 +113,7 @@ def quantizing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | 
         ready = known.get(key)
         if ready is None:
             ready = _another(known, key, simulator, x, made, snapshot=snapshot)
-        if ready is None or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
+        if ready is None or not here(x) or x.layout is not _STRIDED or x.is_neg():
             return None
         if not x.is_contiguous():
             if not whole:
@@ -123,7 +140,7 @@ def _is_whole(simulator: Any) -> bool:
 def _ready(simulator: Any, tensor: torch.Tensor, made: QParams, **options: Any) -> Any:
     if type(tensor) is not torch.Tensor or any(t is not None and t.is_inference() for t in made):
         return None
-    if _is_whole(simulator) and tensor.is_cpu and tensor.layout is _STRIDED:
+    if _is_whole(simulator) and tensor.layout is _STRIDED:
         tensor = tensor.detach().contiguous()
     block_size, grid = simulator._block_size(tensor.shape), simulator._current_grid()
     return ready_call(tensor, made, block_size=block_size, grid=grid, **options)
@@ -157,7 +174,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
 
     Takes the arguments of ``quantizing``.
     """
-    switches = _switches(simulator)
+    switches = _switches(simulator, tensor)
     if switches is None or not tracks_in_place(calculator, tensor.dtype, tensor.device):
         return None
     observer, fake_quant, off = switches
@@ -170,6 +187,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     if ready is None or simulator._layout.counts != running_min.shape:
         return None
     dtype, quantize, whole = tensor.dtype, simulator._fake_quant_on, _is_whole(simulator)
+    here, mixed = _place(tensor), running_min.dtype != tensor.dtype
     settings = calculator.__dict__
     initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
@@ -195,6 +213,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or settings.get("averaging_constant") is not average
             or modules["range_calculator"] is not ranges
             or not undisturbed()
+            or (mixed and progress.restart)
             or _backward_task() != -1
             or (saved_tensor_hooks(True) is not None and will_be_repeated(own["training"], False))
         ):
@@ -205,7 +224,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             if simulator._layout.counts != running_min.shape:
                 known.clear()
                 return None
-        if ready is None or not x.is_cpu or x.layout is not _STRIDED or x.is_neg():
+        if ready is None or not here(x) or x.layout is not _STRIDED or x.is_neg():
             return None
         for name, tensor, address in state:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
@@ -216,15 +235,15 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
                 return None
             x, order = dense(x)
             unneeded = unneeded or order is None  # a copy is nobody else's
+        _increment_version(written)
         if not quantize:
             ready.observe(x, progress.restart)
         elif x.requires_grad and _grad_enabled():
             y = ready.run_with_gradient(x, unneeded, True, progress.restart)
         else:
             y = ready.observe_and_run(x, progress.restart)
-        _increment_version(written)
         if quantize and y.requires_grad:
-            note_codes(y, made, ready)  # with the versions that the parameters have from now on
+            note_codes(y, made, ready)
         if progress.restart:
             progress.count()
         else:
@@ -240,7 +259,7 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
     Takes the arguments of ``quantizing``.
     """
     memory: WeightMemory = simulator._memory
-    kept, version, switches = memory.output, memory.kept_version, _switches(simulator)
+    kept, version, switches = memory.output, memory.kept_version, _switches(simulator, weight)
     if kept is None or kept.is_inference() or switches is None:
         return None
     observer, fake_quant, off = switches
@@ -274,8 +293,8 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
     Takes the arguments of ``quantizing``; the weight may be one that was computed. ``simulator._shortcut.task`` then
     says what the shortcut does.
     """
-    switches, kind = _switches(simulator), type(weight)
-    if switches is None or weight.numel() > LARGEST or kind not in _WEIGHTS:
+    switches, kind = _switches(simulator, weight), type(weight)
+    if switches is None or kind not in _WEIGHTS or (weight.is_cpu and weight.numel() > LARGEST):
         return None
     observes = simulator._observer_on and not calculator.is_frozen
     if not simulator._fake_quant_on or (
