@@ -16,6 +16,7 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 
+from bitwright.export.conversion import ConversionError
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.export.onnx.nbits import nbits_operands
 from bitwright.export.onnx.runtime import open_session
@@ -255,6 +256,48 @@ def test_dynamic_shapes_are_kept(tmp_path):
     path = _exported(ready, x, tmp_path, dynamic_shapes=({0: torch.export.Dim("batch")},))
     for batch in (1, 4, 9):
         inputs = torch.randn(batch, 64)
+        assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
+
+
+class StepByStep(nn.Module):
+    """Its loop over the steps of a sequence has one length in a program."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x[:, step]) for step in range(x.shape[1])], 1)
+
+
+class WithPositions(nn.Module):
+    """A table of positions bounds the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.positions = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        return self.layer(x) + self.positions[: x.shape[1]]
+
+
+def test_dynamic_sizes_that_a_program_fixes_are_refused(tmp_path):
+    """torch.onnx would write a file that takes the example's length alone."""
+    torch.manual_seed(0)
+    model, x = StepByStep().eval(), torch.randn(2, 5, 8)
+    _, ready = prepared(model, x, W8)
+    with pytest.raises(ConversionError, match=r"Constraints violated \(length\)"):
+        _exported(ready, x, tmp_path, dynamic_shapes=({1: torch.export.Dim("length")},))
+
+
+def test_dynamic_sizes_whose_range_a_program_narrows_are_kept(tmp_path):
+    torch.manual_seed(0)
+    model, x = WithPositions().eval(), torch.randn(2, 5, 8)
+    _, ready = prepared(model, x, W8)
+    path = _exported(ready, x, tmp_path, dynamic_shapes=({1: torch.export.Dim("length")},))
+    for length in (3, 16):
+        inputs = torch.randn(2, length, 8)
         assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.export.complex_numbers import without_complex_numbers
@@ -87,6 +88,7 @@ def _traced(
         with (
             converting("torch.onnx.export", options["remedy"]),
             _quiet(),
+            _sizes_as_asked(),
             exact_constants(),
             registry_kept(),
             inputs_unmarked(args, kwargs),
@@ -186,6 +188,30 @@ def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
         and str(node.target).startswith(("aten.", "prims."))
         and dispatching.dispatch(node, registry)[0] is None
     ]
+
+
+@contextlib.contextmanager
+def _sizes_as_asked() -> Iterator[None]:
+    """Keep ``torch.onnx.export`` from fixing a dynamic size to that of the example, without a word.
+
+    It follows what torch.export suggests for sizes that it refuses. A range may become narrower, as position embeddings
+    make it; a number in its place is refused, as it is for other targets.
+    """
+    shapes: Any = torch.export.dynamic_shapes
+    before = shapes.refine_dynamic_shapes_from_suggested_fixes
+
+    def refine(message: str, dynamic_shapes: Any) -> Any:
+        refined = before(message, dynamic_shapes)
+        pairs = zip(tree_leaves(dynamic_shapes), tree_leaves(refined), strict=True)
+        if any(isinstance(new, int) and not isinstance(old, int) for old, new in pairs):
+            raise ValueError("a dynamic size would be a number")  # the caller raises what torch.export has said
+        return refined
+
+    shapes.refine_dynamic_shapes_from_suggested_fixes = refine
+    try:
+        yield
+    finally:
+        shapes.refine_dynamic_shapes_from_suggested_fixes = before
 
 
 @contextlib.contextmanager
