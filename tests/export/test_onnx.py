@@ -301,6 +301,24 @@ def test_dynamic_sizes_whose_range_a_program_narrows_are_kept(tmp_path):
         assert sqnr(ready(inputs), run_onnx(path, (inputs,))[0]) > ENOUGH_DB
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ((torch.randn(3, 8),), r"takes x: float\[2, 8\], got x: float32\[3, 8\].* dynamic_shapes"),
+        ((torch.randn(2, 8, dtype=torch.float64),), r"got x: float64\[2, 8\]"),
+        ((), r"takes x: float\[2, 8\], got 0 inputs"),
+        ((torch.randn(2, 8), torch.randn(2)), "got 2 inputs"),
+        ({"x": torch.randn(2, 8), "mask": torch.randn(2)}, "does not have: mask"),
+    ],
+)
+def test_inputs_that_a_file_does_not_take(inputs, said, tmp_path):
+    x = torch.randn(2, 8)
+    _, ready = prepared(nn.Sequential(nn.Linear(8, 4)).eval(), x, W8)
+    path = _exported(ready, x, tmp_path, input_names=["x"])
+    with pytest.raises(ConversionError, match=said):
+        run_onnx(path, inputs)
+
+
 def test_the_smallest_opset_is_chosen_and_a_smaller_one_refused(tmp_path):
     model, x = built(Mlp)
     needs = {"int8": (CHANNEL, 18), "int4": (CHANNEL, 21), "float8_e4m3fn": (CHANNEL, 19)}

@@ -77,11 +77,36 @@ def run_onnx(
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
+        ConversionError: ONNX Runtime cannot run the file on the CPU, or the file does not take the inputs.
     """
     session = open_session(path, optimize=optimize)
     names = [value.name for value in session.get_inputs()]
-    given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs, strict=True))
-    return _run(session, given)
+    given = dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names, inputs, strict=False))
+    if len(given) != len(inputs) or given.keys() != set(names):
+        extra = [name for name in given if name not in names]
+        raise ConversionError(
+            f"{str(path)!r} takes {_described(session)}, got "
+            + (f"inputs that it does not have: {', '.join(extra)}." if extra else f"{len(inputs)} inputs.")
+        )
+    try:
+        return _run(session, given)
+    except Exception as error:
+        tensors = ", ".join(f"{name}: {_shown(t.dtype, t.shape)}" for name, t in given.items())
+        raise ConversionError(
+            f"{str(path)!r} does not take these inputs: {error}. It takes {_described(session)}, got {tensors}. For "
+            "inputs of other sizes export with dynamic_shapes."
+        ) from error
+
+
+def _described(session: Any) -> str:
+    """The inputs of a file with dtype and shape."""
+    found = [f"{value.name}: {_shown(value.type, value.shape)}" for value in session.get_inputs()]
+    return ", ".join(found) or "no inputs"
+
+
+def _shown(dtype: object, shape: Sequence[object]) -> str:
+    name = str(dtype).removeprefix("torch.").removeprefix("tensor(").removesuffix(")")
+    return f"{name}[{', '.join(map(str, shape))}]"
 
 
 def run_with_codes(
