@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -13,8 +12,8 @@ from torch import nn
 
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import has_modes, module_mode
+from bitwright._utils.own_states import list_own_states
 from bitwright._utils.parametrization import parametrize_tensor
-from bitwright._utils.weight_simulators import remove_simulator
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import ModuleRules, resolve_module_rules
@@ -23,6 +22,7 @@ from bitwright.planning import Placement, Plan
 from bitwright.planning.report import report_problems
 from bitwright.planning.simulated_states import WeightProgram, trace_weights
 from bitwright.planning.weight_only import WeightTechnique, plan_weights
+from bitwright.program import Program
 from bitwright.program.export_errors import not_a_tuple
 
 __all__ = ["InsertedSimulators", "WeightCompressor"]
@@ -50,10 +50,14 @@ class InsertedSimulators:
             module = self._modules[path]
             if (id(module), attribute) not in done:
                 done.add((id(module), attribute))
-                parametrize_tensor(module, attribute, simulator)
-                self._undo.append(partial(remove_simulator, module, attribute, simulator))
+                self._undo.append(parametrize_tensor(module, attribute, simulator))
         simulator.train(self._modules[placement.state.owners[0][0]].training and self._has_modes)
         self.placed.append((simulator, placement))
+
+    def list_own_states(self, program: Program) -> None:
+        """Let forwards that go over the model's states, as ``program`` has found them, find what they did before."""
+        listed, readers = ([self._modules[path] for path in paths] for paths in (program.listed, program.readers))
+        self._undo += list_own_states(listed, readers)
 
     def revert(self) -> None:
         """Put the model back to what it was before."""
@@ -130,6 +134,7 @@ class WeightCompressor(_BaseModelCompressor):
                 assert placement.state is not None
                 below = traced.stacks.get(placement.state.name, ())
                 inserted.insert(self._build(placement, below), placement)
+            inserted.list_own_states(traced.program)
             self._initialise(inserted)
         except BaseException:
             inserted.revert()

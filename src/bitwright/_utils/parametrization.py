@@ -23,7 +23,9 @@ from .adapter_merging import is_merging, is_unloading, peft_is_in_use
 from .call_frames import shielded, thread_frames
 from .weight_writes import notice_read, places_seen
 
-__all__ = ["clear_parametrization", "original_tensor", "parametrize_tensor"]
+__all__ = ["clear_parametrization", "order_before", "original_tensor", "parametrize_tensor"]
+
+_ORDER = "_bitwright_order"
 
 
 def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Callable[[], None]:
@@ -34,6 +36,9 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     """
     stacked = parametrize.is_parametrized(module, name)
     order = [*module._parameters, *module._buffers]
+    first = _ORDER not in module.__dict__
+    if name in order:
+        module.__dict__.setdefault(_ORDER, tuple(order))
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
     _disguise(module)
     if not stacked:
@@ -49,8 +54,16 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
         clear_parametrization(module, name)
         for slots in (module._parameters, module._buffers):
             _reorder(slots, order)
+        if first:
+            module.__dict__.pop(_ORDER, None)
 
     return undo
+
+
+def order_before(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's parameters and buffers before the first simulator came; empty if none has."""
+    names: tuple[str, ...] = module.__dict__.get(_ORDER, ())
+    return names
 
 
 def clear_parametrization(module: nn.Module, name: str) -> None:

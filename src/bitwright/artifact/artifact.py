@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
+from bitwright._utils.own_states import asks_for_states, list_own_states
 
 from .activations import QuantizedActivation
 from .compress import compress_tensor
@@ -248,6 +249,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 modules[stored] = pack_tensor(owner, attribute, self[stored], modules.get(stored))
             else:
                 _assign(owner, attribute, self.decode(stored))
+        list_own_states(model.modules(), [module for module in model.modules() if asks_for_states(module)])
         return model.eval()
 
     def summary(self) -> str:

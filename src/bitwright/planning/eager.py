@@ -16,6 +16,7 @@ from bitwright.program import Op, Program
 
 from .computed_weights import computed_weight_problems
 from .eager_activations import request_activations
+from .looked_up_weights import looked_up_problems
 from .ops import eager_op_key
 from .packed_sizes import bytes_under, has_zero, masked_bytes, quantized_bytes
 from .plan import Placement, Plan, PlanRow, Problem
@@ -55,6 +56,7 @@ def plan_eager_quantization(
     builder.add_unread(program, "no call of the model reads it with these inputs")
     problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
     problems += written_weight_problems(program, builder.plan.placements)
+    problems += looked_up_problems(program, builder.plan.placements)
     return builder.build([*problems, *unmatched_problems(rules)])
 
 

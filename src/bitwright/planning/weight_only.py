@@ -17,6 +17,7 @@ from bitwright.config.spec import CompressionSpec, CompressionTargetTensor
 from bitwright.config.spec_dicts import spec_dict_is_active
 from bitwright.program import Op, StateTensor
 
+from .looked_up_weights import looked_up_problems
 from .ops import ROLE_NAMED_OPS, AxisConflictError, WeightAxes, default_weight_axes
 from .packed_sizes import bytes_under
 from .plan import Placement, Plan, PlanRow, Problem, Severity
@@ -114,6 +115,7 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
         builder.refuse_finalized(weight, op_rules)
     builder.plan.problems += unmatched_problems(rules)
     builder.plan.problems += written_weight_problems(traced.program, builder.plan.placements)
+    builder.plan.problems += looked_up_problems(traced.program, builder.plan.placements)
     if not builder.plan.placements and not builder.plan.problems and _asks_for_something(config):
         builder.plan.problems.append(_nothing_found(config, technique))
     return builder.plan

@@ -20,6 +20,7 @@ from bitwright._utils.tensor_memory import memory_of
 
 from .aten_names import is_in_place
 from .export_errors import inputs_by_name
+from .handed_out import HandedOut
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
@@ -103,6 +104,7 @@ class _Tracer:
         self.state_values: dict[int, Value] = {}
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
+        self.handed_out = HandedOut(lambda: self.frames[-1].path if self.frames else None)
         # What lies in the memory of each parameter, which so is given to nothing else.
         self.content = {
             name: (parameter, parameter.detach())
@@ -112,7 +114,8 @@ class _Tracer:
 
     def install(self) -> list[Callable[[], None]]:
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        return [wrap_forward(_TraceScope(module, self)) for module in modules]
+        undo = [wrap_forward(_TraceScope(module, self)) for module in modules]
+        return undo + [back for module in modules for back in self.handed_out.watch(module, self.paths[id(module)])]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
         path = self.paths[id(module)]
@@ -214,6 +217,7 @@ class _Tracer:
     def _value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return None
+        leaf = self.handed_out.origin(leaf)
         state = self.by_tensor.get(id(leaf))
         if state is not None:
             return self._state_value(state)
@@ -245,6 +249,9 @@ class _Tracer:
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
             replaced=tuple(name for name, (now, old) in self.content.items() if memory_of(now) != memory_of(old)),
+            readers=tuple(self.handed_out.readers),
+            listed=tuple(self.handed_out.listed),
+            by_key=tuple(self.handed_out.by_key),
         )
 
 
@@ -281,6 +288,7 @@ class _RecordingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         frames = self.tracer.frames
+        self.tracer.handed_out.note(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _TRANSPOSES:
             name = func.__self__.__name__  # type: ignore[attr-defined]

@@ -244,6 +244,9 @@ class Program:
         outputs: the model's tensor outputs.
         modules: canonical path of each module, to the module's class.
         replaced: names of the parameters whose ``data`` the forward set, in eager mode.
+        readers: paths of modules whose forwards read states that ``parameters()`` and the like gave, in eager mode.
+        listed: paths of modules that were asked for these.
+        by_key: names of parameters that the forward looked up in ``_parameters``, in eager mode.
     """
 
     mode: str
@@ -254,6 +257,9 @@ class Program:
     outputs: list[Value]
     modules: dict[str, type[nn.Module]]
     replaced: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
+    by_key: tuple[str, ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Yield every value once: inputs, then each op's state arguments and outputs in order."""

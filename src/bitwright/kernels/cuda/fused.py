@@ -31,13 +31,20 @@ from .launches import (
 )
 
 __all__ = [
+    "FAKE",
+    "WrittenBytes",
+    "apply_mask",
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "find_keys",
+    "has_bytes",
     "min_max",
+    "needed",
     "observe_and_fake_quantize",
     "observe_running_and_fake_quantize",
     "quantize",
+    "scheme_code",
 ]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]

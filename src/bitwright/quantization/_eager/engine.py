@@ -150,6 +150,6 @@ def _run_once(model: nn.Module, insertion: Insertion, example: ExampleInputs) ->
 _OTHER_PATHS = (
     "Eager mode gives a module with a quantized weight a subclass of its class, and keeps the weight itself at "
     "parametrizations.<name>.original. A forward that compares type(module) should ask isinstance(module, ...); one "
-    "that looks a parameter up by its name should read the attribute, as in module.weight. Graph mode takes both as "
+    "that looks a parameter up in _parameters should read the attribute, as in module.weight. Graph mode takes both as "
     "they are: QuantizerConfig(execution_mode='graph')."
 )

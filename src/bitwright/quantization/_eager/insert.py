@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from bitwright._utils.forward_scope import wrap_forward
+from bitwright._utils.own_states import list_own_states
 from bitwright._utils.parametrization import parametrize_tensor
 from bitwright.kernels.layout import SMALL
 from bitwright.planning import Placement, Plan, Site
@@ -54,6 +55,8 @@ class Insertion:
                         self._insert_activation(simulator, site)
                 self.simulators.append((simulator, placement))
             self._attach_frames()
+            listed, readers = ([self._modules[path] for path in paths] for paths in (program.listed, program.readers))
+            self._undo += list_own_states(listed, readers)
             self._keep_off_the_fast_path()
         except Exception:
             self.revert()
