@@ -224,7 +224,6 @@ class Others(nn.Module):
         return self.fc(x) + others["mask"] * others["scale"]
 
 
-@pytest.mark.filterwarnings("ignore:dynamic_shapes and export_with_no_grad have no effect in eager mode")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("name", ["torch", "onnx", "executorch", "coreai"])
 def test_dynamic_shapes_of_inputs_of_any_name_are_those_that_it_was_prepared_with(name, mode, tmp_path):

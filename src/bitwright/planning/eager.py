@@ -15,7 +15,7 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 
 from .computed_weights import computed_weight_problems
-from .eager_activations import request_activations
+from .eager_activations import empty_activation_problems, request_activations
 from .looked_up_weights import looked_up_problems
 from .ops import eager_op_key
 from .packed_sizes import bytes_under, has_zero, masked_bytes, quantized_bytes
@@ -57,6 +57,7 @@ def plan_eager_quantization(
     problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
     problems += written_weight_problems(program, builder.plan.placements)
     problems += looked_up_problems(program, builder.plan.placements)
+    problems += empty_activation_problems(program, rules, op_rules)
     return builder.build([*problems, *unmatched_problems(rules)])
 
 

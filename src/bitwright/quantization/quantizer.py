@@ -147,6 +147,8 @@ class Quantizer(_Views, _BaseModelCompressor):
         return self._model
 
     def _planned(self, target: str | None, example: ExampleInputs) -> Plan:
+        if self._config.execution_mode == ExecutionMode.EAGER:
+            _tell_of_options(target, example)
         planned = self._engine.plan(example)
         plan = self._checked_for(target, planned, example.args, example.kwargs, example.dynamic_shapes)
         if isinstance(self._model, TracedGraphModule) and any(map(_is_quantizers, self._model.children())):
@@ -456,6 +458,19 @@ def _example(args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, n
     if not args and not kwargs:
         raise ValueError("example_inputs is empty: pass the model's inputs as a tuple, or example_kwargs as a dict.")
     return ExampleInputs(args, dict(kwargs or {}), dynamic_shapes, no_grad)
+
+
+def _tell_of_options(target: str | None, example: ExampleInputs) -> None:
+    """Warn of what eager mode has no use for: it captures nothing, but for a target that is asked about."""
+    unused = {
+        "dynamic_shapes": example.dynamic_shapes is not None and target is None,
+        "export_with_no_grad": not example.no_grad,
+    }
+    names = " and ".join(name for name, is_unused in unused.items() if is_unused)
+    if names:
+        verb = "have" if len(names.split()) > 1 else "has"
+        remedy = "; pass them to the exporter, or name the target" if unused["dynamic_shapes"] else ""
+        warnings.warn(f"{names} {verb} no effect in eager mode{remedy}.", stacklevel=4)
 
 
 def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:

@@ -59,6 +59,60 @@ def test_unseen_call_passes_through_with_one_warning():
         assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
 
 
+class WithHead(nn.Module):
+    """Has an auxiliary head in training only, and adds something where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, more=False):
+        result = self.fc(x) + x
+        if more:
+            result = result.matmul(x.T)
+        return (result, result * 2.0) if self.training else result
+
+
+def test_the_remedy_for_a_call_of_training_is_one_that_helps():
+    """No example inputs make eval mode take that path; there is nothing to do, and a filter for the warning."""
+    quantizer = Quantizer(WithHead(), QuantizerConfig(execution_mode="eager"))
+    x = torch.randn(2, 4)
+    prepared = quantizer.prepare((x,))
+    with quantizer.training_mode(), pytest.warns(UnplannedCallWarning, match="'mul' .*training only.*no part") as told:
+        result, twice = prepared(x)
+    assert len(told) == 1
+    assert torch.equal(twice, 2 * result)
+    with pytest.warns(UnplannedCallWarning, match="'matmul' .*Prepare with example inputs that take this path") as told:
+        prepared.eval()(x, more=True)
+    assert "training" not in str(told[0].message)
+
+
+def test_example_inputs_without_elements_are_told():
+    """Nothing is known of activations then; one problem names them, and another batch size or no spec is the remedy."""
+    model, config = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), QuantizerConfig.presets
+    (problem,) = Quantizer(model, config.w8a8(execution_mode="eager")).plan((torch.randn(0, 4),)).problems
+    assert (problem.code, problem.where) == ("empty-activation", "0.linear")
+    assert "'2.linear'" in problem.message
+    with pytest.warns(ConfigMatchWarning, match="empty-activation.*batch of size 1"):
+        Quantizer(copy.deepcopy(model), config.w8a8(execution_mode="eager")).prepare((torch.randn(0, 4),))
+    assert not Quantizer(model, config.w8a8(execution_mode="eager")).plan((torch.randn(1, 4),)).problems
+    assert not Quantizer(model, config.w8(execution_mode="eager")).plan((torch.randn(0, 4),)).problems
+
+
+def test_dynamic_shapes_have_no_effect_unless_a_target_is_asked():
+    """Eager mode captures nothing itself; the check of a target's operators captures the model with them."""
+    config, x = QuantizerConfig.presets.w8(execution_mode="eager"), torch.randn(2, 4)
+    quantizer, shapes = Quantizer(nn.Linear(4, 2), config), {"input": {0: torch.export.Dim("batch")}}
+    with pytest.warns(UserWarning, match="^dynamic_shapes has no effect in eager mode; pass them to the exporter"):
+        quantizer.plan((x,), shapes)
+    with pytest.warns(UserWarning, match="^dynamic_shapes and export_with_no_grad have no effect in eager mode"):
+        quantizer.plan((x,), shapes, export_with_no_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        quantizer.plan((x,), shapes, target="torch")
+        quantizer.prepare((x,), shapes, target="torch")
+
+
 class ByKind(nn.Module):
     """What it does depends on what the classes of its layers are, or on their names."""
 

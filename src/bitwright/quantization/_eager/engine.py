@@ -41,8 +41,6 @@ class EagerEngine(Engine):
 
     def plan(self, example: ExampleInputs) -> Plan:
         """Trace one forward and plan for what it called; see the base class."""
-        if example.dynamic_shapes is not None or not example.no_grad:
-            warnings.warn("dynamic_shapes and export_with_no_grad have no effect in eager mode.", stacklevel=4)
         weights = trace_weights(self.model, example.args, example.kwargs)
         self.program, self._stacks = weights.program, weights.stacks
         return plan_eager_quantization(self.config, self.model, self.program, self._stacks)

@@ -148,7 +148,7 @@ class _Frame:
         if self.apart:
             with torch._C.DisableTorchFunction():  # the mode may be in force here
                 for base in self.apart.used_by(arguments):
-                    _report_unplanned(self.table, base, arguments)
+                    _report_unplanned(self.table, base, arguments, training=True)
 
     def note_checkpoint(self) -> None:
         """Have a checkpoint that began within the frame repeat its function in a frame that goes on from here."""
@@ -208,8 +208,8 @@ class _Frame:
             self.table,
             base,
             f"in {functions} was not seen while preparing, and was taken for one further on, which has come now. It "
-            "runs unquantized from now on; what torch.export captures just now, it should capture again. Prepare with "
-            "example inputs that take this path, or exclude the module in the config.",
+            "runs unquantized from now on; what torch.export captures just now, it should capture again. "
+            f"{_IN_TRAINING if self.module.training else _EXCLUDE}",
         )
 
 
@@ -270,18 +270,18 @@ class _InterceptMode(TorchFunctionMode):
         planned = table.seen.get(base)
         if planned is None:
             if base in QUANTIZER_EAGER_OPS:
-                _report_unplanned(table, base, (args, kwargs))
+                _report_unplanned(table, base, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         frame.note_checkpoint()
         number = frame.number(base, calling_code())
         if number is None:
-            _report_unplanned(table, base, (args, kwargs))
+            _report_unplanned(table, base, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         call = f"{base}_{number}" if number else base
         sites = table.sites.get(call)
         if sites is None:
             if number >= planned:
-                _report_unplanned(table, call, (args, kwargs))
+                _report_unplanned(table, call, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         return _run(frame.module, sites, func, list(args), dict(kwargs or {}))
 
@@ -358,11 +358,19 @@ def _may_be_reported(table: CallTable, call: str, arguments: Any) -> bool:
     return call not in table.warned and _reads_floats(arguments)
 
 
-def _report_unplanned(table: CallTable, call: str, arguments: Any) -> None:
+_EXCLUDE = "Prepare with example inputs that take this path, or exclude the module in the config."
+_IN_TRAINING = (
+    "Preparing runs the model in eval mode. If the call is made in training only, as that of an auxiliary head, it is "
+    "no part of the model that is exported, and all is well: ignore bitwright.errors.UnplannedCallWarning. If eval "
+    "mode makes it too, prepare with example inputs that take this path, or exclude the module in the config."
+)
+
+
+def _report_unplanned(table: CallTable, call: str, arguments: Any, training: bool) -> None:
     """Warn once of a call on floating-point data."""
     if not _may_be_reported(table, call, arguments) or _is_compiled_code():
         return
-    remedy = "Prepare with example inputs that take this path, or exclude the module in the config."
+    remedy = _IN_TRAINING if training else _EXCLUDE
     if is_exporting():
         remedy = (
             "It came while torch.export captured the model: some models take another path there, for example add an "
