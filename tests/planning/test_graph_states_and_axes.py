@@ -84,6 +84,38 @@ def test_a_parameter_is_no_input() -> None:
     Quantizer(nn.Linear(4, 4), left_alone).prepare((torch.randn(2, 4),))
 
 
+class BothWays(nn.Module):
+    """A matrix that goes in, and comes out transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.enc(x), self.enc.weight.t())
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_remedy_for_axes_that_conflict_works_as_written(mode: str, axis: int) -> None:
+    """The axis that is set for the module that owns the weight serves both of its readers."""
+    torch.manual_seed(0)
+    model, x, presets = BothWays().eval(), torch.randn(3, 4), ModuleQuantizerConfig.presets
+    config = QuantizerConfig(global_config=presets.w8(), execution_mode=mode)
+    (problem,) = Quantizer(model, config).plan((x,)).problems
+    assert problem.code == "axis-conflict"
+    assert "op_state_spec['weight'] in module_name_configs['enc']" in problem.message
+    spec = QuantizationSpec(dtype="int8", granularity=PerChannelGranularity(axis=axis))
+    named = ModuleQuantizerConfig(op_state_spec={"weight": spec}, op_input_spec=None, op_output_spec=None)
+    config = QuantizerConfig(global_config=presets.w8(), module_name_configs={"enc": named}, execution_mode=mode)
+    quantizer = Quantizer(model, config)
+    assert not quantizer.plan((x,)).problems
+    weight = model.enc.weight.detach()
+    scale = weight.abs().amax(1 - axis, keepdim=True) / 127.5
+    rounded = (weight / scale).round().clamp(-128, 127) * scale
+    torch.testing.assert_close(quantizer.prepare((x,))(x), x @ rounded.T @ rounded)
+
+
 @pytest.mark.parametrize(("shape", "quantized"), [((1, 5), True), ((5,), False)])
 def test_a_vector_is_left_alone_only_where_each_number_would_get_a_scale(
     shape: tuple[int, ...], quantized: bool

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._traceback import CapturedTraceback
 
+from bitwright.export.conversion import ConversionError
+from bitwright.export.onnx import export_onnx
+from bitwright.export.torch_program import export_torch, run_torch
 from bitwright.program import ValueKind
+from bitwright.program.export_errors import UnknownClassError
 from bitwright.program.graph import capture_graph
+from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.lambda_module import Lambda
 
 
@@ -499,3 +506,62 @@ def test_a_buffer_that_is_made_in_the_first_call_is_no_write_to_an_input():
 def test_a_buffer_that_is_made_in_every_call_is_refused():
     with pytest.raises(RuntimeError, match="registers a buffer, 'bias'"):
         capture_graph(Registering(always=True).eval(), (torch.randn(1, 3, 4),))
+
+
+@dataclasses.dataclass
+class Pair:
+    """Registered nowhere."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclasses.dataclass
+class Registered(Pair):
+    """As the error says."""
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("forward", "place"),
+    [
+        (lambda s, x: Pair(s.fc(x), x), "the output of the model"),
+        (lambda s, x: s.fc(x.first) + x.second, r"input \[0\] of the model"),
+    ],
+)
+def test_dataclasses_that_torch_export_does_not_know_are_told(
+    mode: str, forward: Any, place: str, tmp_path: Any
+) -> None:
+    """Where it is, which class, and what to do; in the capture, in exports and in the plan for a target."""
+    model = Lambda(forward, fc=nn.Linear(4, 4)).eval()
+    inputs = (torch.randn(2, 4),) if "output" in place else (Pair(torch.randn(2, 4), torch.randn(2, 4)),)
+    told = rf"class of {place}, .*Pair.*torch\.export\.register_dataclass\(Pair, serialized_type_name='Pair'\).*tuple"
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode))
+    if mode == "graph":
+        with pytest.raises(UnknownClassError, match=told):
+            quantizer.prepare(inputs)
+        return
+    (problem,) = quantizer.plan(inputs, target="torch").problems
+    assert re.search(told, problem.message)
+    prepared = quantizer.prepare(inputs)
+    with pytest.raises(ConversionError, match=told):
+        export_torch(prepared, inputs, tmp_path / "model.pt2")
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ConversionError, match=r"class of .*Pair.*torch\.export\.register_dataclass\(Pair"):
+        export_onnx(prepared, inputs, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_registered_dataclass_goes_all_the_way(mode: str, tmp_path: Any) -> None:
+    """What the error proposes is enough, for inputs and outputs."""
+    if Registered not in torch.utils._pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(Registered, serialized_type_name="Registered")
+    model = Lambda(lambda s, x: Registered(s.fc(x.first), x.second * 2), fc=nn.Linear(4, 4)).eval()
+    inputs = (Registered(torch.randn(2, 4), torch.randn(2, 4)),)
+    prepared = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode)).prepare(inputs)
+    result = prepared(*inputs)
+    assert isinstance(result, Registered)
+    assert torch.equal(result.second, 2 * inputs[0].second)
+    path = export_torch(prepared, inputs, tmp_path / "model.pt2")
+    first, _ = run_torch(path, (inputs[0].first, inputs[0].second))
+    torch.testing.assert_close(first, result.first)

@@ -22,7 +22,7 @@ from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightError, BitwrightWarning
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
-from bitwright.program.export_errors import not_a_tuple
+from bitwright.program.export_errors import UnknownClassError, not_a_tuple, unknown_class
 from bitwright.program.exporting import exported
 from bitwright.program.unlift import reserved_state
 
@@ -73,9 +73,14 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
     try:
         with _own_warnings_passed_on(), _output_dropped(), torch.no_grad():
             yield
+    except UnknownClassError as error:
+        raise ConversionError(str(error)) from error
     except (BitwrightError, BitwrightWarning, ImportError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
+        unknown = next(filter(None, map(unknown_class, _chain(error))), None)
+        if unknown is not None:
+            raise ConversionError(str(unknown)) from error
         place = _place(error)
         where = f" (in {place})" if place else ""
         message = f"{converter} cannot take this model: {_words(error)}{where}. {remedy or _remedy(error)}"

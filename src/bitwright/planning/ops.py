@@ -180,8 +180,11 @@ def default_weight_axes(state: StateTensor, *, products: bool = False) -> Weight
     found = found or first
     if len(found) > 1:
         consumers = " and ".join(found.values())
+        path, _, attribute = state.name.rpartition(".")
+        where = f" in module_name_configs[{path!r}]" if path else ""
         raise AxisConflictError(
-            f"Conflicting default axes for {state.name!r}: it is consumed by {consumers}. Set the axis in its spec."
+            f"Conflicting default axes for {state.name!r}: it is consumed by {consumers}. Set the axis in its spec, "
+            f"op_state_spec[{attribute!r}]{where}; one axis serves both."
         )
     return next(iter(found), None)
 

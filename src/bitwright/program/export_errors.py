@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-__all__ = ["export_failure", "forward_problem", "inputs_by_name", "not_a_tuple"]
+from bitwright.errors import BitwrightError
+
+__all__ = ["UnknownClassError", "export_failure", "forward_problem", "inputs_by_name", "not_a_tuple", "unknown_class"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -35,6 +39,41 @@ _HINTS = """Debugging hints:
      it, remove it from dynamic_shapes.
   5. Inputs and outputs of a class of their own, such as caches, need torch.utils._pytree.register_pytree_node; models
      of transformers return no cache with use_cache=False."""
+
+
+_UNKNOWN = re.compile(
+    r"Unsupported input type <class '([^']+)'>|Found <class '([^']+)'> in output, which is not a known"
+)
+
+
+class UnknownClassError(BitwrightError, RuntimeError):
+    """The model takes or returns an object of a class that ``torch.export`` does not know."""
+
+
+def unknown_class(
+    error: BaseException, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> UnknownClassError | None:
+    """Return the error to raise where an input or output is of a class that ``torch.export`` cannot look into.
+
+    Args:
+        error: what ``torch.export`` raised.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+    found = _UNKNOWN.search(str(error))
+    if found is None:
+        return None
+    path, where = found[1] or found[2], "an input" if found[1] else "the output"
+    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+    keys = [key for key, leaf in leaves if repr(type(leaf)) == f"<class {path!r}>"]
+    if found[1] and keys:
+        where = f"input {keystr(keys[0][1:])}"
+    name = path.rpartition(".")[2]
+    return UnknownClassError(
+        f"torch.export does not know the class of {where} of the model, {path}. If it is a dataclass, call "
+        f"torch.export.register_dataclass({name}, serialized_type_name={name!r}) first, once per process, for others "
+        "torch.utils._pytree.register_pytree_node; or use a tuple or a dictionary there."
+    )
 
 
 def export_failure(error: BaseException) -> RuntimeError:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 
+from .export_errors import unknown_class
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
 
@@ -39,6 +40,7 @@ def exported(
     Raises:
         RuntimeError: the model registers buffers in every call.
         InputShapesError: the dynamic shapes do not have one for each input.
+        UnknownClassError: an input or output is of a class that ``torch.export`` does not know.
     """
     with each_input_named(model, args, kwargs, options.get("dynamic_shapes")) as options["dynamic_shapes"]:
         program, registered = _captured(model, args, kwargs, options)
@@ -60,7 +62,13 @@ def _captured(
     """A program, and the names of buffers that the model registered for the first time."""
     capture = partial(torch.export.export, model, tuple(args), dict(kwargs), **options)
     with without_fake_tensors(model), _registrations(model) as registered:
-        program = captured_again_if_corrected(capture)
+        try:
+            program = captured_again_if_corrected(capture)
+        except Exception as error:
+            unknown = unknown_class(error, args, kwargs)
+            if unknown is None:
+                raise
+            raise unknown from error
     return program, registered
 
 

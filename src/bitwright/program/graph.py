@@ -16,7 +16,7 @@ from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
 from .dynamic_marks import inputs_unmarked
-from .export_errors import export_failure, forward_problem
+from .export_errors import UnknownClassError, export_failure, forward_problem
 from .exporting import exported
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
@@ -90,7 +90,7 @@ def _export(
             return exported(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, preserve_module_call_signature=tuple(boundaries)
             )
-        except InputShapesError:
+        except (InputShapesError, UnknownClassError):
             raise
         except Exception as error:
             problem = forward_problem(model, args, kwargs)
