@@ -163,11 +163,11 @@ _OWN: dict[str, Callable[..., Any]] = {
 def _members(
     module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool, *, parameters: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
+    seen: set[tuple[int, ...]] = set()
     parts = _own_modules(module, set(), remove_duplicate) if recurse else [("", module)]
     for path, part in parts:
         for name in _own_names(part, parameters):
-            key = id(_stored(part, name))
+            key = _identity(part, name)
             if key not in seen:
                 yield f"{prefix}{'.' if prefix else ''}{path}{name}", getattr(part, name)
             if remove_duplicate:
@@ -203,6 +203,14 @@ def _own_names(module: nn.Module, parameters: bool) -> list[str]:
         and (tensor := _stored(module, name)) is not None
         and isinstance(tensor, nn.Parameter) == parameters
     ]
+
+
+def _identity(module: nn.Module, name: str) -> tuple[int, ...]:
+    """What tied weights have in common: the tensor, or what computes it, for finalized ones have no tensor."""
+    if parametrize.is_parametrized(module, name):
+        chains: Any = module._modules["parametrizations"]  # asked for as attributes, torch.export wraps modules
+        return tuple(map(id, chains._modules[name]._modules.values()))
+    return (id(_stored(module, name)),)
 
 
 def _stored(module: nn.Module, name: str) -> torch.Tensor | None:

@@ -119,6 +119,7 @@ class _Tracer:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
         path = self.paths[id(module)]
+        self.handed_out.note_call(module)
         first = path not in self.visited
         frame = _Frame(path, (first or self.every_call) and not _in_transform())
         self.visited.add(path)
@@ -249,8 +250,8 @@ class _Tracer:
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
             replaced=tuple(name for name, (now, old) in self.content.items() if memory_of(now) != memory_of(old)),
-            readers=tuple(self.handed_out.readers),
-            listed=tuple(self.handed_out.listed),
+            readers=self.handed_out.readers,
+            listed=self.handed_out.listed,
             by_key=tuple(self.handed_out.by_key),
         )
 

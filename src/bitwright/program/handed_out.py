@@ -35,20 +35,38 @@ class HandedOut:
         running: returns the path of the module whose forward is running, None outside the model.
 
     Attributes:
-        readers: paths of modules whose forwards read what they asked for.
-        listed: paths of modules that they asked.
         by_key: names of parameters that a forward has looked up in ``_parameters``.
     """
 
     def __init__(self, running: Callable[[], str | None]) -> None:
         self._running = running
+        self._own: set[int] = set()
+        self._swapped = False
         self.by_key: dict[str, None] = {}
         self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor, str, str]] = {}
-        self.readers: dict[str, None] = {}
-        self.listed: dict[str, None] = {}
+        self._readers: dict[str, None] = {}
+        self._listed: dict[str, None] = {}
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Paths of modules whose forwards read what they asked for; none if they give it back by name."""
+        return () if self._swapped else tuple(self._readers)
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Paths of modules that they asked."""
+        return () if self._swapped else tuple(self._listed)
+
+    def note_call(self, module: nn.Module) -> None:
+        """Take note of a call of a module, which may be one of ``torch.func.functional_call``.
+
+        That puts tensors in the places of states, by the names that the model has them under while it is prepared.
+        """
+        self._swapped |= any(tensor is not None and id(tensor) not in self._own for tensor in _slots(module))
 
     def watch(self, module: nn.Module, path: str) -> list[Callable[[], Any]]:
         """Have a module's methods hand out aliases; return the functions that undo it."""
+        self._own |= set(map(id, _slots(module)))
         ways: dict[str, Callable[..., Any]] = {
             "state_dict": self._state_dict, "get_parameter": self._one, "get_buffer": self._one,
         }  # fmt: skip
@@ -74,7 +92,7 @@ class HandedOut:
         for leaf in tree_leaves((args, dict(kwargs))):
             if id(leaf) in self._aliases and id(leaf) not in harmless:
                 _, _, reader, path = self._aliases[id(leaf)]
-                self.readers[reader] = self.listed[path] = None
+                self._readers[reader] = self._listed[path] = None
 
     def _named(
         self, listing: Callable[..., Iterator[tuple[str, torch.Tensor]]], path: str, *args: Any, **kwargs: Any
@@ -94,7 +112,7 @@ class HandedOut:
         tensor = getter(target)
         reader = self._running()
         if reader is not None:  # what is no parameter any more is refused, whether its numbers are read or not
-            self.readers[reader] = self.listed[path] = None
+            self._readers[reader] = self._listed[path] = None
         return self._alias(tensor, tensor, path)
 
     def _alias(self, tensor: torch.Tensor, like: torch.Tensor, path: str) -> torch.Tensor:
@@ -142,6 +160,10 @@ class _Parameters(dict[str, Any]):
         own = str(caller.f_globals.get("__name__", "")).startswith(("torch.", "bitwright."))
         if not own and self._handed_out._running() is not None:
             self._handed_out.by_key[f"{self._path}.{key}" if self._path else key] = None
+
+
+def _slots(module: nn.Module) -> list[torch.Tensor | None]:
+    return list(module._parameters.values())
 
 
 def _is_question(func: Callable[..., Any]) -> bool:

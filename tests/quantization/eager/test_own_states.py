@@ -115,6 +115,48 @@ def test_a_file_finds_them_too(target: str, reader: str, tmp_path: Path) -> None
     torch.testing.assert_close(results[1], expected(prepared, names))
 
 
+@pytest.mark.parametrize("form", ["torch", "packed", "finalized"])
+def test_tied_weights_are_listed_once(form: str, tmp_path: Path) -> None:
+    """Whatever stands for them, which may be a tensor for each place."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.head(self.embed(x)), torch.stack([p.sum() for p in self.parameters()])
+
+    x = torch.arange(12)
+    quantizer = Quantizer(Tied(), QuantizerConfig.presets.w4(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    wanted = expected(prepared, ("embed.weight",))
+    torch.testing.assert_close(prepared(x)[1], wanted)
+    if form == "torch":
+        found = TARGETS["torch"].run(TARGETS["torch"].write(prepared, (x,), tmp_path / "m.pt2", {}, None), (x,))
+    elif form == "packed":
+        found = Artifact.from_model(prepared).packed_model(Tied())(x)
+    else:
+        pytest.importorskip("coreai_torch")
+        found = quantizer.finalize()(x)
+    torch.testing.assert_close(found[1], wanted)
+
+
+@pytest.mark.parametrize("preset", ["w4", "w8a8"])
+def test_states_that_are_given_back_by_name_keep_the_names_of_the_model(preset: str) -> None:
+    """functional_call puts them in the places that a prepared model has for them, in front of the simulators."""
+
+    def forward(s: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(s.layer, dict(s.layer.named_parameters()), (x,))
+
+    model, x = Lambda(forward, layer=nn.Linear(8, 4)).eval(), torch.randn(6, 8)
+    config = getattr(QuantizerConfig.presets, preset)(execution_mode="eager")
+    prepared = calibrated(Quantizer(copy.deepcopy(model), config), (x,))
+    torch.testing.assert_close(prepared(x), prepared.layer(x))
+    assert not torch.equal(prepared(x), model(x))
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_packed_models_find_them_too(reader: str) -> None:
     """No forward of them has been traced; their code says what it asks for."""
