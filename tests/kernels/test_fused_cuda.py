@@ -221,15 +221,16 @@ def test_prepared_calls(case: Case) -> None:
 def test_prepared_weights(case: Case) -> None:
     """A prepared call for a weight, observed or not, gives what ``fused`` gives, and advances versions."""
     from bitwright.kernels.cuda import fused, ready
+    from bitwright.kernels.many import FollowingCall
 
     x, gradient = moved(case.x.detach().contiguous()), moved(case.gradient.contiguous())
     how = {"block_size": case.block_size, "grid": case.grid}
     options = {"scheme": case.scheme, "scale_dtype": case.scale_dtype}
     y, *expected = fused.observe_and_fake_quantize(x.requires_grad_(), **how, **options)
     made = tuple(t if t is None else torch.zeros_like(t) for t in expected)
-    if not ready.suits(x, made, **how, observed=True):
+    if not ready.suits(x, made, **how, **options):
         return
-    call = ready.FollowingCall(x, made, *how.values(), *options.values())
+    call = FollowingCall(x, ready.ReadyCall(x, made, **how, **options), made)
     before = made[0]._version
     mine = call.run(x)
     assert made[0]._version > before
@@ -243,5 +244,5 @@ def test_prepared_weights(case: Case) -> None:
         assert_same(values.cpu(), y.cpu())
         assert_same(backward(gradient.clone(), mask, True).cpu(), wanted)
         assert_same(call.again(x).cpu(), y.cpu())
-    frozen = ready.FollowingCall(x, made, *how.values(), None, None)
+    frozen = FollowingCall(x, ready.ReadyCall(x, made, **how), ())
     assert_same(frozen.run(x).detach().cpu(), y.detach().cpu())

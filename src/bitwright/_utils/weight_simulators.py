@@ -12,9 +12,7 @@ from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 
-from .parametrization import clear_parametrization
-
-__all__ = ["SimulatorPlace", "graph_stack", "remove_simulator", "simulator_places", "unique_simulators"]
+__all__ = ["SimulatorPlace", "graph_stack", "simulator_places", "unique_simulators"]
 
 _T = TypeVar("_T", bound=nn.Module)
 
@@ -130,15 +128,3 @@ def graph_stack(graph: fx.GraphModule, node: fx.Node) -> tuple[str, tuple[nn.Mod
 def unique_simulators(model: nn.Module, kind: type[Any]) -> list[SimulatorPlace[Any]]:
     """Return the first place of each simulator of a kind."""
     return list({id(place.simulator): place for place in reversed(list(simulator_places(model, kind)))}.values())[::-1]
-
-
-def remove_simulator(module: nn.Module, attribute: str, simulator: nn.Module) -> None:
-    """Take one simulator off ``module.<attribute>``; the others stay."""
-    parametrizations: Any = module.parametrizations
-    chain = parametrizations[attribute]
-    rest = [other for other in chain if other is not simulator]
-    if not rest:
-        clear_parametrization(module, attribute)
-        return
-    chain._modules.clear()
-    chain._modules.update({str(position): other for position, other in enumerate(rest)})

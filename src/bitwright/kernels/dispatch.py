@@ -27,6 +27,7 @@ __all__ = [
     "form_of",
     "is_exporting",
     "is_plain_torch",
+    "marked",
     "min_max",
     "note_codes",
     "observe_and_fake_quantize",
@@ -167,7 +168,10 @@ def release_idle_memory() -> None:
 
 
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
-    """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force."""
+    """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force.
+
+    Calls for a GPU see to it themselves.
+    """
     if y.is_cpu and marking(y) and not is_marked(y):
         block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
         mark(y, CodesOnDemand(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on))
@@ -212,8 +216,8 @@ class _Copies:
         return all(torch.equal(now, kept) for now, kept in self._pairs)
 
 
-def _marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:
-    """The result, with a note for ``saved_as_codes`` where that is in force and the form can encode."""
+def marked(y: torch.Tensor, made: Any, block_size: tuple[int, ...], grid: Grid, form: Any) -> torch.Tensor:
+    """Return a result, with a note for ``saved_as_codes`` where that is in force and the form can encode."""
     if y.requires_grad and marking(y) and hasattr(form, "encode"):
         mark(y, CodesOnDemand(y, made, block_size, grid, form))
     return y
@@ -264,7 +268,7 @@ def fake_quantize(
         return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     form = _form_for(x, zero_point)
     y: torch.Tensor = form.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
-    return _marked(y, (scale, zero_point, minval), block_size, grid, form)
+    return marked(y, (scale, zero_point, minval), block_size, grid, form)
 
 
 def quantize(
@@ -404,7 +408,7 @@ def observe_and_fake_quantize(
     y, *made = form.observe_and_fake_quantize(
         x, block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype
     )
-    return _marked(y, tuple(made), block_size, grid, form), *made
+    return marked(y, tuple(made), block_size, grid, form), *made
 
 
 def observe_running_and_fake_quantize(
@@ -456,4 +460,4 @@ def observe_running_and_fake_quantize(
         block_size=block_size, grid=grid, scheme=scheme, scale_dtype=scale_dtype,
         averaging_constant=averaging_constant, restart=restart, quantize=quantize,
     )  # fmt: skip
-    return _marked(y, (scale, zero_point, minval), block_size, grid, form) if quantize else y
+    return marked(y, (scale, zero_point, minval), block_size, grid, form) if quantize else y

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from .grid import block_counts
+from .reference import check_fit
 
-__all__ = ["LANES", "SMALL", "Layout", "dense", "layout_of"]
+__all__ = ["LANES", "SMALL", "Layout", "dense", "fitted_layout", "layout_of"]
 
 # Elements that a CPU kernel handles at a time.
 LANES = 16
@@ -112,6 +113,30 @@ def layout_of(shape: tuple[int, ...], order: tuple[int, ...] | None, block_size:
     return Layout(
         counts, blocks, numel, rows, inner.size, per_element, flat, rowwise, disjoint, words, table, table.ctypes.data
     )
+
+
+def fitted_layout(
+    shape: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    block_size: tuple[int, ...],
+    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    needs_minval: bool,
+) -> Layout:
+    """``layout_of`` for the parameters that there are: a single block where they are single numbers for all blocks.
+
+    Args:
+        shape: see ``layout_of``.
+        order: likewise.
+        block_size: likewise.
+        made: scale, zero point and minval.
+        needs_minval: see ``reference.check_fit``.
+
+    Raises:
+        ValueError: as ``layout_of`` and ``reference.check_fit``.
+    """
+    layout = layout_of(shape, order, block_size)
+    single = check_fit(layout.counts, *made, needs_minval)
+    return layout_of(shape, order, shape) if single and layout.blocks != 1 else layout
 
 
 def dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:

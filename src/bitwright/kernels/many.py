@@ -10,8 +10,8 @@ from torch.compiler import is_compiling
 
 from . import dispatch, reference
 from .grid import Grid
-from .layout import SMALL
-from .saved import CodesOnDemand, mark, marking
+from .layout import SMALL, layout_of
+from .saved import marking
 from .straight_through import Backward
 
 __all__ = ["LARGEST", "LARGEST_OF_MANY", "Task", "fake_quantize_many", "quantized_small"]
@@ -69,7 +69,7 @@ class Task:
         if call is None:
             return None
         y: torch.Tensor = call.run(x)
-        return self._marked(y) if y.is_cpu and marking(y) else y
+        return self._marked(y) if marking(y) else y
 
     def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward] | None:
         """``run`` without recording a gradient; returns what one is made with too, see ``straight_through``."""
@@ -100,23 +100,23 @@ class Task:
         return self._call
 
     def _prepare(self, x: torch.Tensor) -> Any:
-        zero_point = self.made[1]
+        zero_point, observed = self.made[1], self.scheme is not None
         if dispatch.form_of(x) is reference or (zero_point is not None and zero_point.is_floating_point()):
             return None
-        how = self.block_size, self.grid
-        if x.is_cuda:
-            from .cuda import ready as on_gpu
+        blocks = layout_of(x.shape, None, self.block_size).blocks
+        if observed and self.made[0].numel() == 1 != blocks:
+            raise ValueError(f"One scale cannot hold what is chosen for {blocks} blocks.")
+        if x.is_cpu and x.numel() < SMALL:
+            from .cpu import many
 
-            fits = x.is_contiguous() and on_gpu.suits(x, self.made, *how, observed=self.scheme is not None)
-            return on_gpu.FollowingCall(x, self.made, *how, self.scheme, self.scale_dtype) if fits else None
-        from .cpu import many, ready
-
-        if x.numel() >= SMALL:
-            fits = x.numel() <= LARGEST and x.is_contiguous() and ready.suits(x, self.made, None)
-            return ready.LargeCall(x, self.made, *how, self.scheme, self.scale_dtype) if fits else None
-        if not many.suits(x, self.made, self.scheme is not None) or not _has_no_holes(x):
+            fits = many.suits(x, self.made, observed) and _has_no_holes(x)
+            how = self.block_size, self.grid, self.scheme, self.scale_dtype
+            return many.SmallCall(x, self.made, *how) if fits else None
+        if x.is_cpu and x.numel() > LARGEST:
             return None
-        return many.SmallCall(x, self.made, *how, self.scheme, self.scale_dtype)
+        options = {"scheme": self.scheme, "scale_dtype": self.scale_dtype} if observed else {}
+        ready = dispatch.ready_call(x, self.made, block_size=self.block_size, grid=self.grid, **options)
+        return None if ready is None else FollowingCall(x, ready, self.made if observed else ())
 
     def _run_alone(self, x: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"block_size": self.block_size, "grid": self.grid}
@@ -130,10 +130,49 @@ class Task:
 
     def _marked(self, y: torch.Tensor) -> torch.Tensor:
         """The result, with a note for ``saved_as_codes``."""
-        if y.requires_grad:
-            block_size = tuple(y.shape) if self.made[0].numel() == 1 else self.block_size
-            mark(y, CodesOnDemand(y, self.made, block_size, self.grid, dispatch.form_of(y)))
+        return dispatch.marked(y, self.made, self.block_size, self.grid, dispatch.form_of(y))
+
+
+class FollowingCall:
+    """What ``cpu.many.SmallCall`` is, by a call prepared for tensors that are not small.
+
+    Args:
+        x: a tensor of the kind that the call is for.
+        ready: the call, of ``dispatch.ready_call``.
+        written: the parameters that it chooses anew for every tensor; none takes them as they are.
+    """
+
+    __slots__ = ("_ready", "_written")
+
+    def __init__(self, x: torch.Tensor, ready: Any, written: Sequence[torch.Tensor | None]) -> None:
+        self._ready = ready
+        self._written = [t for t in written if t is not None]
+        if x.numel() >= SMALL:
+            ready.encodes = False  # weights of this size are made again instead (``remade``)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a tensor; the gradient passes straight through where nothing is clipped."""
+        observed = self._note_writing()
+        if x.requires_grad and _grad_enabled():
+            y: torch.Tensor = self._ready.run_with_gradient(x, observed=observed)
+            return y
+        return self._ready.observe_and_run(x, False) if observed else self.again(x)
+
+    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
+        """Fake-quantize a tensor without recording a gradient; return its mask and what it does to a gradient too."""
+        found: tuple[torch.Tensor, torch.Tensor, Backward] = self._ready.masked(x, self._note_writing())
+        return found
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a tensor without a gradient, with the parameters as they are."""
+        y: torch.Tensor = self._ready.run(x)
         return y
+
+    def _note_writing(self) -> bool:
+        """Advance the versions of what the call is going to write; return whether there is any."""
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        return bool(self._written)
 
 
 def _has_no_holes(x: torch.Tensor) -> bool:

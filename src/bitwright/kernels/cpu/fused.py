@@ -16,8 +16,8 @@ from torch.autograd.graph import increment_version
 
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import LANES, SMALL, Layout, dense, layout_of
-from bitwright.kernels.reference import check_fit, check_running, is_state
+from bitwright.kernels.layout import LANES, SMALL, Layout, dense, fitted_layout, layout_of
+from bitwright.kernels.reference import check_running, is_state
 from bitwright.kernels.straight_through import straight_through
 
 from .choosing import choose_part
@@ -65,9 +65,7 @@ def _prepare(
     grid: Grid,
 ) -> _Prepared:
     native = native_grid(grid)
-    layout = layout_of(x.shape, order, block_size)
-    if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
-        layout = layout_of(x.shape, order, tuple(x.shape))
+    layout = fitted_layout(x.shape, order, block_size, (scale, zero_point, minval), native.minval)
     scale = _plain(scale, torch.float32)
     if not native.integer:
         return _Prepared(scale, None, None, layout, native)

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import LANES, SMALL, dense, layout_of
-from bitwright.kernels.reference import check_fit
+from bitwright.kernels.layout import LANES, SMALL, dense, fitted_layout
 from bitwright.kernels.straight_through import Backward, masked_gradient, straight_through
 
 from .choosing import choose_block
@@ -182,13 +181,8 @@ class SmallCall:
         scheme: str | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> None:
-        scale, zero_point, minval = made
-        native, order = native_grid(grid), dense(x)[1]
-        layout = layout_of(x.shape, order, block_size)
-        if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
-            if scheme is not None:
-                raise ValueError(f"One scale cannot hold what is chosen for {layout.blocks} blocks.")
-            layout = layout_of(x.shape, order, tuple(x.shape))
+        native = native_grid(grid)
+        layout = fitted_layout(x.shape, dense(x)[1], block_size, made, native.minval)
         addresses = [0 if t is None else t.data_ptr() for t in made]
         length = layout.numel if layout.flat or layout.length % LANES == 0 else layout.length
         job = np.array(

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import LANES, SMALL, layout_of
+from bitwright.kernels.layout import LANES, SMALL, fitted_layout
 from bitwright.kernels.ownership import owns_memory
-from bitwright.kernels.reference import check_fit
 from bitwright.kernels.saved import WrittenCodes, hooked_by_others, marking
 from bitwright.kernels.straight_through import Backward, passed_straight, straight_through
 
@@ -37,7 +36,7 @@ from .stages import AS_THEY_ARE, FAILED, PARAMETERS, THIS_ALONE, new_call, stage
 from .threads import part_count, run_parts, threads_for
 from .walking import vector_room
 
-__all__ = ["LargeCall", "ReadyCall", "suits"]
+__all__ = ["ReadyCall", "suits"]
 
 _empty_like = torch.empty_like
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -178,10 +177,8 @@ class ReadyCall:
         averaging_constant: float | None = None,
         snapshot: Snapshot | None = None,
     ) -> None:
-        scale, zero_point, minval = made
-        native, layout = native_grid(grid), layout_of(x.shape, None, block_size)
-        if check_fit(layout.counts, scale, zero_point, minval, native.minval) and layout.blocks != 1:
-            layout = layout_of(x.shape, None, tuple(x.shape))
+        native = native_grid(grid)
+        layout = fitted_layout(x.shape, None, block_size, made, native.minval)
         addresses = [0 if t is None else t.data_ptr() for t in (*made, *(running or (None, None)))]
         code = scheme_code(grid, scheme, scale_dtype)
         job = np.array(
@@ -349,6 +346,11 @@ class ReadyCall:
         if codes is not None and not call[FAILED]:
             codes.written(call, at + PARAMETERS)
 
+    def masked(self, x: torch.Tensor, observed: bool) -> tuple[torch.Tensor, torch.Tensor, Backward]:
+        """Fake-quantize a tensor without recording a gradient; return its mask and what it does to a gradient too."""
+        mask = lasting_bytes(self.mask_bytes)
+        return self.run_masked(x, mask, self._mode if observed else AS_THEY_ARE), mask, self.apply_mask
+
     def apply_mask(self, gradient: torch.Tensor, mask: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Multiply a contiguous gradient of the tensor's shape by the mask."""
         return apply_mask(gradient, mask, in_place, self._layout)
@@ -372,47 +374,3 @@ class ReadyCall:
         y = _empty_like(x)
         _observe_and_map_ready(x.data_ptr(), y.data_ptr(), 0, mode, self._address)
         return y
-
-
-class LargeCall:
-    """What ``many.SmallCall`` is, with the same arguments, for contiguous tensors of at least ``SMALL`` elements."""
-
-    __slots__ = ("_observed", "_ready", "_written")
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        block_size: tuple[int, ...],
-        grid: Grid,
-        scheme: str | None,
-        scale_dtype: torch.dtype | None,
-    ) -> None:
-        self._observed = scheme is not None
-        blocks = layout_of(x.shape, None, block_size).blocks
-        if self._observed and made[0].numel() != blocks:
-            raise ValueError(f"One scale cannot hold what is chosen for {blocks} blocks.")
-        self._ready = ReadyCall(x, made, block_size, grid, None, scheme or "symmetric", scale_dtype)
-        self._written = [t for t in made if t is not None] if self._observed else []
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize a tensor."""
-        if x.requires_grad and torch.is_grad_enabled():
-            y = self._ready.run_with_gradient(x, observed=self._observed)
-        else:
-            y = self._ready.run_masked(x, None, THIS_ALONE if self._observed else AS_THEY_ARE)
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
-        return y
-
-    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
-        """See ``many.SmallCall``."""
-        mask = lasting_bytes(self._ready.mask_bytes)
-        y = self._ready.run_masked(x, mask, THIS_ALONE if self._observed else AS_THEY_ARE)
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
-        return y, mask, self._ready.apply_mask
-
-    def again(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize a tensor without a gradient, with the parameters as they are."""
-        return self._ready.run_masked(x, None)

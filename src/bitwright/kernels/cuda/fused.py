@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import Layout, dense, layout_of
+from bitwright.kernels.layout import Layout, dense, fitted_layout, layout_of
 from bitwright.kernels.saved import Substitute, copies_of, mark, marking, versions_of
 from bitwright.kernels.straight_through import straight_through
 
@@ -178,9 +178,7 @@ def _prepare(
     grid: Grid,
 ) -> tuple[Layout, Parameters]:
     scale, zero_point, minval = made
-    layout = layout_of(x.shape, order, block_size)
-    if reference.check_fit(layout.counts, scale, zero_point, minval, numbers_of(grid).minval) and layout.blocks != 1:
-        layout = layout_of(x.shape, order, tuple(x.shape))
+    layout = fitted_layout(x.shape, order, block_size, made, numbers_of(grid).minval)
     point = None if zero_point is None else _plain(zero_point, torch.int32, x)
     origin = None if minval is None else _plain(minval, torch.float32, x)
     return layout, (_plain(scale, torch.float32, x), point, origin)

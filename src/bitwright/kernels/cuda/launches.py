@@ -51,6 +51,7 @@ class Numbers(NamedTuple):
 
 @lru_cache(maxsize=256)
 def numbers_of(grid: Grid) -> Numbers:
+    """Return a grid as the kernels take it."""
     fmt = format_of(grid.dtype)
     integer = fmt.kind == "int"
     minval = integer and grid.formulation == "minval"
@@ -67,7 +68,7 @@ def _runs(layout: Layout) -> tuple[int, tuple[int, ...]]:
 
 
 def divided(number: int, by: int) -> int:
-    """The quotient, rounded up."""
+    """Return the quotient, rounded up."""
     return -(-number // by)
 
 
@@ -77,6 +78,7 @@ def _power_of_two(least: int) -> int:
 
 
 def is_covered(layout: Layout) -> bool:
+    """Return whether the kernels find the blocks of such rows."""
     return int(layout.table[4]) <= _MOST_RUNS
 
 
@@ -92,6 +94,7 @@ def map_launch(
     mask: bool,
     data: bool,
 ) -> Launch:
+    """Return the launch of ``map_kernel``; the booleans say which of the tensors there are."""
     numbers, (count, runs), (size, together) = numbers_of(grid), _runs(layout), _tile(layout)
     return Launch(
         map_kernel, divided(layout.numel, size), (*numbers[2:], layout.numel, layout.length, *runs), _WARPS,
@@ -115,6 +118,7 @@ def _tile(layout: Layout) -> tuple[int, bool]:
 
 @lru_cache(maxsize=_MOST_LAUNCHES)
 def mask_launch(numel: int, dtype: torch.dtype) -> Launch:
+    """Return the launch of ``mask_kernel``."""
     return Launch(
         mask_kernel, divided(numel, _SIZES[0]), (numel,), _WARPS,
         DTYPE=_DTYPES[dtype], WIDE=numel + _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
@@ -128,6 +132,7 @@ def parts_of(layout: Layout) -> int:
 
 @lru_cache(maxsize=_MOST_LAUNCHES)
 def range_launch(layout: Layout, dtype: torch.dtype) -> Launch:
+    """Return the launch of the kernel that finds ranges: in ``parts_of`` parts where there is one block."""
     if layout.blocks == 1:
         parts = parts_of(layout)
         return Launch(
@@ -156,7 +161,7 @@ def choose_launch(
     mode: int | None,
     constant: float,
 ) -> Launch:
-    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
+    """Return the launch of ``choose_kernel``; ``kept`` is the dtype of the running range, ``mode`` None without one."""
     numbers = numbers_of(grid)
     return Launch(
         choose_kernel, divided(blocks, 256),
@@ -178,7 +183,7 @@ def rows_launch(
     mode: int | None,
     constant: float,
 ) -> Launch:
-    """``kept`` is the dtype of the running range; ``mode`` is None without one."""
+    """Return the launch of ``observe_rows_kernel``; see ``choose_launch``."""
     numbers = numbers_of(grid)
     columns = max(32, _power_of_two(layout.length))
     rows = max(1, 4096 // columns)

@@ -6,16 +6,13 @@ layout is looked up and the parameters are checked when a call is made ready, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from bitwright.kernels.grid import Grid
-from bitwright.kernels.layout import SMALL, layout_of
-from bitwright.kernels.reference import check_fit
+from bitwright.kernels.layout import fitted_layout, layout_of
 from bitwright.kernels.saved import mark, marking
 from bitwright.kernels.straight_through import Backward, straight_through
 
@@ -23,7 +20,7 @@ from .fused import FAKE, WrittenBytes, apply_mask, find_keys, has_bytes, needed,
 from .launches import choose_launch, divided, fits_one_pass, is_covered, map_launch, numbers_of, parts_of, rows_launch
 from .launching import Launch
 
-__all__ = ["FollowingCall", "ReadyCall", "suits"]
+__all__ = ["ReadyCall", "suits"]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -40,7 +37,7 @@ def suits(
     block_size: tuple[int, ...],
     grid: Grid,
     running: tuple[torch.Tensor, torch.Tensor] | None = None,
-    observed: bool = False,
+    scheme: str | None = None,
     **_: Any,
 ) -> bool:
     """Return whether ``ReadyCall``, of the same arguments, takes a contiguous tensor and these parameters.
@@ -51,12 +48,12 @@ def suits(
         block_size: likewise.
         grid: likewise.
         running: likewise.
-        observed: whether the range of the tensor is asked for without a running one.
+        scheme: likewise; None where nothing is to be observed.
     """
     layout, blocks = layout_of(x.shape, None, block_size), made[0].numel()
     kept = x.dtype if running is None else running[0].dtype
     wanted = (torch.float32, torch.int32, torch.float32, kept, kept)
-    observes = observed or running is not None
+    observes = scheme is not None or running is not None
     return (
         is_covered(layout)
         and (kept == x.dtype or (kept == torch.float32 and x.dtype.itemsize == 2))
@@ -93,7 +90,6 @@ class ReadyCall:
 
     __slots__ = (
         "_constant",
-        "_has_bytes",
         "_holds",
         "_kept_dtype",
         "_launches",
@@ -107,6 +103,7 @@ class ReadyCall:
         "_words",
         "_written",
         "block_size",
+        "encodes",
         "grid",
     )
 
@@ -122,10 +119,7 @@ class ReadyCall:
         averaging_constant: float | None = None,
         snapshot: Any = None,
     ) -> None:
-        scale, zero_point, minval = made
-        layout = layout_of(x.shape, None, block_size)
-        if check_fit(layout.counts, scale, zero_point, minval, numbers_of(grid).minval) and layout.blocks != 1:
-            layout = layout_of(x.shape, None, tuple(x.shape))
+        scale, layout = made[0], fitted_layout(x.shape, None, block_size, made, numbers_of(grid).minval)
         self.block_size, self.grid, self._made, self._layout = block_size, grid, made, layout
         read = needed(made, grid)
         self._read = scale, *(scale if t is None else t for t in read[1:])
@@ -135,7 +129,9 @@ class ReadyCall:
         self._mode = _THIS_ALONE if running is None else _EXTREMES if averaging_constant is None else _AVERAGE
         self._constant = averaging_constant or 0.0
         self._scheme = scheme_code(grid, scheme, scale_dtype)
-        self._one_pass, self._has_bytes = fits_one_pass(layout), has_bytes(grid)
+        self._one_pass = fits_one_pass(layout)
+        # Whether a byte is written for each element of a result where ``saved_as_codes`` asks for it.
+        self.encodes = has_bytes(grid)
         self._words = divided(layout.numel, 32)
         self._holds = _always if snapshot is None else snapshot.holds
         self._launches: dict[tuple[Any, ...], Launch] = {}
@@ -145,7 +141,7 @@ class ReadyCall:
         return self._go(x, _AS_THEY_ARE) if self._holds() else None
 
     def run_with_gradient(
-        self, x: torch.Tensor, unneeded: bool = False, observed: bool = False, restart: bool = False, lean: bool = True
+        self, x: torch.Tensor, unneeded: bool = False, observed: bool = False, restart: bool = False
     ) -> torch.Tensor:
         """Fake-quantize a tensor that requires a gradient.
 
@@ -154,11 +150,10 @@ class ReadyCall:
             unneeded: has no effect here; see ``cpu.ready``.
             observed: ``observe`` the tensor first.
             restart: see ``observe``.
-            lean: write a byte for each element too, where ``saved_as_codes`` asks for that.
         """
         mode = self._from(restart) if observed else _AS_THEY_ARE
         mask = _empty(self._words, dtype=torch.int32, device=x.device)
-        if not (lean and self._has_bytes and marking(x)):
+        if not (self.encodes and marking(x)):
             return straight_through(x, partial(self._go, x, mode), mask, apply_mask)
         kept = WrittenBytes(x, mask, self._made, self._layout, self.grid)
         y = straight_through(x, partial(self._go, x, mode, data=kept.data), mask, apply_mask)
@@ -166,8 +161,8 @@ class ReadyCall:
         mark(y, kept)
         return y
 
-    def run_masked(self, x: torch.Tensor, observed: bool) -> tuple[torch.Tensor, torch.Tensor, Backward]:
-        """Fake-quantize without recording a gradient, and return what one is made with; see ``straight_through``."""
+    def masked(self, x: torch.Tensor, observed: bool) -> tuple[torch.Tensor, torch.Tensor, Backward]:
+        """See ``cpu.ready``."""
         mask = _empty(self._words, dtype=torch.int32, device=x.device)
         return self._go(x, self._mode if observed else _AS_THEY_ARE, mask), mask, apply_mask
 
@@ -175,7 +170,7 @@ class ReadyCall:
         """Widen the running range by the tensor, or begin it anew, and write the parameters."""
         self._find(x, self._from(restart))
 
-    def observe_and_run(self, x: torch.Tensor, restart: bool = False) -> torch.Tensor:
+    def observe_and_run(self, x: torch.Tensor, restart: bool) -> torch.Tensor:
         """``observe``, and then ``run``, in one call."""
         return self._go(x, self._from(restart))
 
@@ -224,43 +219,3 @@ class ReadyCall:
                 layout.blocks, True, parts, self.grid, self._scheme, x.dtype, self._kept_dtype, running, self._constant
             )
         launch(lows, highs, *self._tracked, *self._written)
-
-
-class FollowingCall:
-    """What ``many.SmallCall`` is for the CPU, with the same arguments, for contiguous tensors of any size."""
-
-    __slots__ = ("_changed", "_lean", "_observed", "_ready")
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        made: Parameters,
-        block_size: tuple[int, ...],
-        grid: Grid,
-        scheme: str | None,
-        scale_dtype: torch.dtype | None,
-    ) -> None:
-        self._observed = scheme is not None
-        self._ready = ReadyCall(x, made, block_size, grid, None, scheme or "symmetric", scale_dtype)
-        self._changed = [t for t in made if t is not None] if self._observed else []
-        # Larger weights are made again instead (``remade``).
-        self._lean = x.numel() < SMALL
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantize a tensor."""
-        if self._changed:
-            increment_version(self._changed)
-        if x.requires_grad and torch.is_grad_enabled():
-            return self._ready.run_with_gradient(x, observed=self._observed, lean=self._lean)
-        return self._ready._go(x, _THIS_ALONE if self._observed else _AS_THEY_ARE)
-
-    def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
-        """See ``many.SmallCall``."""
-        if self._changed:
-            increment_version(self._changed)
-        return self._ready.run_masked(x, self._observed)
-
-    @property
-    def again(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Fake-quantizes a tensor without a gradient, with the parameters as they are."""
-        return partial(self._ready._go, mode=_AS_THEY_ARE)

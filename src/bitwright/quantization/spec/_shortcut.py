@@ -180,8 +180,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     observer, fake_quant, off = switches
     version = simulator._seen_version
     buffers, progress, modules = calculator._buffers, calculator._progress, calculator._modules
-    running_min, running_max, scale, zero_point, minval = (buffers[name] for name in _STATE)
-    made = scale, zero_point, minval
+    running_min, made = buffers["running_min"], (buffers["scale"], buffers["zero_point"], buffers["minval"])
     options = _observation(calculator)
     ready, average = _ready(simulator, tensor, made, **options), options["averaging_constant"]
     if ready is None or simulator._layout.counts != running_min.shape:
@@ -191,8 +190,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     settings = calculator.__dict__
     initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
-    state = [(name, t, t.data_ptr()) for name, t in zip(_STATE, (running_min, running_max, *made), strict=True)
-             if t is not None]  # fmt: skip
+    state = [(name, buffers[name], buffers[name].data_ptr()) for name in _STATE if buffers[name] is not None]
     written = [t for _, t, _ in state]
 
     def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
@@ -240,10 +238,9 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             ready.observe(x, progress.restart)
         elif x.requires_grad and _grad_enabled():
             y = ready.run_with_gradient(x, unneeded, True, progress.restart)
+            note_codes(y, made, ready)
         else:
             y = ready.observe_and_run(x, progress.restart)
-        if quantize and y.requires_grad:
-            note_codes(y, made, ready)
         if progress.restart:
             progress.count()
         else:
