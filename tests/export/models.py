@@ -76,6 +76,28 @@ class Pooled(nn.Module):
         return self.head(F.adaptive_avg_pool2d(torch.relu(self.conv(x)), 1).flatten(1))
 
 
+class Turned(nn.Module):
+    """A convolution over time, layers over its channels, and averages over time of what lies the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mix = nn.Conv1d(20, 48, 5, stride=2, padding=2), nn.Linear(48, 48)
+        self.heads = nn.ModuleList(nn.Linear(48, 5) for _ in range(2))
+
+    def forward(self, x):
+        channels_last = self.conv(x).transpose(1, 2)
+        mixed = torch.relu(self.mix(channels_last)).transpose(1, 2)
+        return torch.cat([self.heads[0](channels_last.mean(1)), self.heads[1](mixed.mean(2, keepdim=True).flatten(1))])
+
+
+ENDING_IN_AVERAGES = {
+    "pooled": (Pooled, (64, 3, 4, 4), torch.contiguous_format),
+    "pooled, channels last": (Pooled, (64, 3, 4, 4), torch.channels_last),
+    "turned": (Turned, (64, 20, 64), torch.contiguous_format),
+}
+"""Models, the sizes of their input and how it lies in memory."""
+
+
 class Tied(nn.Module):
     """Two layers that share a weight, and one module that is called twice."""
 

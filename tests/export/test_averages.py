@@ -13,7 +13,7 @@ from bitwright.export.averages import average_in_order
 from bitwright.export.targets import TARGETS
 from tests.measures import sqnr
 
-from .models import BYTES, W8, Pooled, prepared
+from .models import BYTES, ENDING_IN_AVERAGES, W8, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
 
@@ -27,6 +27,8 @@ class Averages(nn.Module):
         over_columns = [rounded[:, : n * m].unflatten(1, (n, m)).mean(1) for n, m in ((17, 6), (16, 32), (49, 40))]
         images = rounded[:, :144].unflatten(1, (4, 6, 6))
         pools = F.adaptive_avg_pool2d(images, 1), F.adaptive_avg_pool1d(images.flatten(2), 1), images.mean((1, 2), True)
+        turned, last = images.permute(0, 3, 1, 2), images.to(memory_format=torch.channels_last)
+        pools += turned.mean(1), turned.mean((-1, -2)), turned.flatten(2).mean(2, True), last.mean((2, 3)), last.mean(1)
         return (*over_rows, *over_columns, *pools, F.adaptive_avg_pool2d(images, 2), x.mean(-1))
 
 
@@ -51,13 +53,15 @@ def test_programs_compute_the_same_bits(dynamic):
 
 @pytest.mark.parametrize("name", ["coreai", pytest.param("aot-inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_networks_that_end_in_a_pool_have_the_same_codes(name, mode, tmp_path):
-    """Input and output of the pool have one scale, so one of 16 averages lies between two codes."""
+@pytest.mark.parametrize("case", list(ENDING_IN_AVERAGES))
+def test_networks_that_end_in_averages_have_the_same_codes(case, name, mode, tmp_path):
+    """Input and output of a pool have one scale, so one of 16 averages lies between two codes."""
     target = TARGETS[name]
     if target.missing() is not None:
         pytest.skip(target.missing())
     torch.manual_seed(0)
-    x = torch.randn(64, 3, 4, 4)
-    _, ready = prepared(Pooled().eval(), x, W8, BYTES, mode)
+    model, sizes, memory_format = ENDING_IN_AVERAGES[case]
+    x = torch.randn(sizes).to(memory_format=memory_format)
+    _, ready = prepared(model().eval(), x, W8, BYTES, mode)
     path = target.write(ready, (x,), tmp_path / f"model{target.suffix}", {}, None)
     assert sqnr(ready(x), target.run(path, (x,))[0]) > 100

@@ -19,7 +19,7 @@ from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 from bitwright.quantization.config import OpQuantizerConfig
 
-from .models import BYTES, W8, Pooled, prepared
+from .models import BYTES, ENDING_IN_AVERAGES, W8, prepared
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="sums in lanes of other widths")
 
@@ -35,7 +35,9 @@ class Averages(nn.Module):
         over_rows = [x[:, : 3 * count].unflatten(1, (3, count)).mean(-1) for count in ROWS]
         over_columns = [x[:, : rows * width].unflatten(1, (rows, width)).mean(1) for rows, width in COLUMNS]
         first, last = x[:, :144].unflatten(1, (4, 6, 6)), x[:, :144].unflatten(1, (6, 6, 4))
-        return (*over_rows, *over_columns, F.adaptive_avg_pool2d(first, 1), last.mean((1, 2)))
+        turned = last.permute(0, 3, 1, 2)
+        means = last.mean((1, 2)), turned.mean((2, 3)), turned.mean(1, True), turned.flatten(2).transpose(1, 2).mean(1)
+        return (*over_rows, *over_columns, F.adaptive_avg_pool2d(first, 1), *means)
 
 
 def test_sums_are_those_of_pytorch_to_the_last_bit(tmp_path):
@@ -59,9 +61,11 @@ def test_sums_are_those_of_pytorch_to_the_last_bit(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_networks_that_end_in_a_pool_have_the_same_codes(mode, tmp_path):
-    """Input and output of the pool have one scale, so one of 16 averages lies between two codes."""
+@pytest.mark.parametrize("case", list(ENDING_IN_AVERAGES))
+def test_networks_that_end_in_averages_have_the_same_codes(case, mode, tmp_path):
+    """Input and output of a pool have one scale, so one of 16 averages lies between two codes."""
     torch.manual_seed(0)
-    x = torch.randn(64, 3, 4, 4)
-    _, ready = prepared(Pooled().eval(), x, W8, BYTES, mode)
+    model, sizes, memory_format = ENDING_IN_AVERAGES[case]
+    x = torch.randn(sizes).to(memory_format=memory_format)
+    _, ready = prepared(model().eval(), x, W8, BYTES, mode)
     assert torch.equal(ready(x), run_onnx(export_onnx(ready, (x,), tmp_path / "model.onnx"), (x,))[0])

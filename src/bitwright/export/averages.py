@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .graph_edits import replace
+from .memory_layout import memory_orders
 from .ordered_sums import AveragedShape, OrderedSum
 
 __all__ = ["average_in_order"]
@@ -28,6 +29,7 @@ _TRANSPARENT = {
 _AFFINE = {f"aten::{name}" for name in ("add", "sub", "mul", "div", "to", "_to_copy")}
 """Ops by constants, as dequantization is written where there is no op for it."""
 _CODES = ("coreai::dequantize", "aten::round")
+_OF_CODES = ("coreai::quantize", "coreai::dequantize")
 
 
 def average_in_order(program: torch.export.ExportedProgram) -> None:
@@ -37,14 +39,14 @@ def average_in_order(program: torch.export.ExportedProgram) -> None:
         program: as ``torch.export`` returns it; changed in place.
     """
     graph, depending = program.graph, _depending(program)
-    for node in list(graph.nodes):
-        shape = _shape(node)
-        if shape is None or not _comes_from_codes(node.args[0], depending):
+    means = [node for node in graph.nodes if _is_mean(node) and _comes_from_codes(node.args[0], depending)]
+    orders = memory_orders(graph, _quantized_by) if means else {}
+    for node in means:
+        shape = _shape(node, orders[node.args[0]])
+        if shape is None:
             continue
         with graph.inserting_before(node):
-            ops = _Ops(graph)
-            mean = ops.call(_aten.div.Tensor, ops.total(node.args[0], shape), float(shape.count))
-            mean = ops.reshape(mean, shape.outer, shape.rest)
+            mean = _Ops(graph).mean(node.args[0], shape)
         replace(node, mean)
     program.graph_module.recompile()
 
@@ -75,27 +77,44 @@ class _Ops(OrderedSum):
     def add(self, one: fx.Node, other: fx.Node) -> fx.Node:
         return self.call(_aten.add.Tensor, one, other)
 
+    def divide(self, x: fx.Node, divisor: float) -> fx.Node:
+        return self.call(_aten.div.Tensor, x, divisor)
+
+    def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        return self.call(_aten.permute.default, x, list(order))
+
+    def squeeze(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+        return self.call(_aten.squeeze.dims, x, list(dims))
+
     def joined(self, values: list[fx.Node], axis: int) -> fx.Node:
         return self.call(_aten.cat.default, values, axis)
 
 
-def _shape(node: fx.Node) -> AveragedShape | None:
-    """The shape of a mean that is written as additions; None for others and for other ops."""
-    name = _name(node)
-    if name not in ("aten::mean", *_POOLS) or not isinstance(node.args[0], fx.Node):
-        return None
-    value = node.args[0].meta.get("val")
-    if value is None or value.dtype != torch.float32 or node.kwargs:
-        return None
-    arguments: list[Any] = [*node.args[1:], None, None][:2]
-    dims, keep = arguments
-    if len(node.args) > 3 or not isinstance(dims, Sequence):
-        return None
-    if name in _POOLS:
+def _is_mean(node: fx.Node) -> bool:
+    """Whether a node averages a float32 tensor over some of its dimensions."""
+    if _name(node) not in ("aten::mean", *_POOLS) or node.kwargs or not 2 <= len(node.args) <= 3:
+        return False
+    x, dims = node.args[:2]
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and isinstance(dims, Sequence)
+
+
+def _quantized_by(node: fx.Node) -> fx.Node | None:
+    """The operand of a quantizer or of what reads its codes, which have its layout; None for other nodes."""
+    x = node.args[0] if _name(node) in _OF_CODES and node.args else None
+    return x if isinstance(x, fx.Node) else None
+
+
+def _shape(node: fx.Node, order: tuple[int, ...]) -> AveragedShape | None:
+    """The shape of a mean that is written as additions; None for others."""
+    arguments: list[Any] = [*node.args, None]
+    x, dims, keep = arguments[:3]
+    value = x.meta["val"]
+    if _name(node) in _POOLS:
         if any(size != 1 for size in dims):
             return None
         dims, keep = range(-len(dims), 0), True
-    return AveragedShape.of(list(value.shape), list(dims), bool(keep))
+    return AveragedShape.of(list(value.shape), list(dims), bool(keep), order)
 
 
 def _depending(program: torch.export.ExportedProgram) -> set[fx.Node]:

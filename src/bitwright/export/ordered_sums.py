@@ -3,8 +3,8 @@
 An average of 16 codes lies exactly between two codes in one of 16 places. What rounding makes of it there is decided by
 the last bits of the float sum, so an average in another order puts many codes beside those of the prepared model. The
 mean of most runtimes adds in an order of its own. Here such a mean becomes additions in the order of PyTorch's kernel
-for contiguous tensors on x86 (``cascade_sum`` in ATen/native/cpu/SumKernel.cpp): along the innermost dimension 8 lanes
-at a time, four vectors interleaved; otherwise row by row; long sums in chunks of 16.
+on x86 (``cascade_sum`` in ATen/native/cpu/SumKernel.cpp): along the dimension that is innermost in memory 8 lanes at a
+time, four vectors interleaved; otherwise row by row; long sums in chunks of 16.
 """
 
 from __future__ import annotations
@@ -30,30 +30,39 @@ class AveragedShape:
     """A tensor that is averaged, as dimensions in front, those averaged, and those behind.
 
     Attributes:
+        order: the dimensions from the outermost in memory to the innermost; all that follows is in this order.
         outer: how many dimensions lie in front.
         count: elements in an average.
         inner: elements behind, 1 if there are none.
-        rest: sizes that the result has after those in front.
+        rest: sizes that the result has after those in front; those averaged have one element.
+        dropped: the dimensions that the result lacks, as the tensor counts them.
     """
 
+    order: tuple[int, ...]
     outer: int
     count: int
     inner: int
     rest: tuple[int, ...]
+    dropped: tuple[int, ...]
 
     @classmethod
-    def of(cls, sizes: Sequence[Any], dims: Sequence[int], keep: bool) -> AveragedShape | None:
+    def of(
+        cls, sizes: Sequence[Any], dims: Sequence[int], keep: bool, order: Sequence[int] | None = None
+    ) -> AveragedShape | None:
         """Return the shape of a mean that is written as additions; None for others.
 
         Args:
             sizes: of the tensor; what is no ``int`` is not known.
             dims: the dimensions that are averaged, also counted from the end.
             keep: whether they stay, with one element.
+            order: the dimensions from the outermost in memory to the innermost; None if they lie as they are counted.
         """
-        reduced = sorted(dim % len(sizes) for dim in dims)
+        order = tuple(range(len(sizes)) if order is None else order)
+        averaged_dims = {dim % len(sizes) for dim in dims}
+        reduced = [place for place, dim in enumerate(order) if dim in averaged_dims]
         if not reduced or reduced != list(range(reduced[0], reduced[-1] + 1)):
             return None
-        known = sizes[reduced[0] :]
+        known = [sizes[dim] for dim in order[reduced[0] :]]
         if not all(type(size) is int and size > 0 for size in known):
             return None
         averaged, behind = known[: len(reduced)], tuple(known[len(reduced) :])
@@ -61,7 +70,8 @@ class AveragedShape:
         rows = count if behind else count // _LANES
         if count == 1 or rows > _LONGEST or (behind and inner == 1):
             return None
-        return cls(reduced[0], count, inner, (1,) * (len(reduced) if keep else 0) + behind)
+        dropped = () if keep else tuple(sorted(averaged_dims))
+        return cls(order, reduced[0], count, inner, (1,) * len(reduced) + behind, dropped)
 
 
 class OrderedSum(ABC):
@@ -80,11 +90,35 @@ class OrderedSum(ABC):
         """Add two values."""
 
     @abstractmethod
+    def divide(self, x: Any, divisor: float) -> Any:
+        """Divide a value by a number."""
+
+    @abstractmethod
+    def permute(self, x: Any, order: Sequence[int]) -> Any:
+        """Put the dimensions in this order."""
+
+    @abstractmethod
+    def squeeze(self, x: Any, dims: Sequence[int]) -> Any:
+        """Drop dimensions of one element."""
+
+    @abstractmethod
     def joined(self, values: list[Any], axis: int) -> Any:
         """Concatenate values along ``axis``."""
 
-    def total(self, x: Any, shape: AveragedShape) -> Any:
-        """Sum ``x``, which is averaged as ``shape`` says, to ``[..., 1, inner]``."""
+    def mean(self, x: Any, shape: AveragedShape) -> Any:
+        """Average ``x`` as ``shape`` says."""
+        moved = shape.order != tuple(range(len(shape.order)))
+        total = self._total(self.permute(x, shape.order) if moved else x, shape)
+        mean = self.divide(total, float(shape.count))
+        if not moved and shape.dropped:
+            return self.reshape(mean, shape.outer, shape.rest[len(shape.dropped) :])
+        mean = self.reshape(mean, shape.outer, shape.rest)
+        if moved:
+            mean = self.permute(mean, [shape.order.index(dim) for dim in range(len(shape.order))])
+        return self.squeeze(mean, shape.dropped) if shape.dropped else mean
+
+    def _total(self, x: Any, shape: AveragedShape) -> Any:
+        """Sum ``x``, in the order of memory, to ``[..., 1, inner]``."""
         x = self.reshape(x, shape.outer, [shape.count, shape.inner])
         return self._along_rows(x, shape) if shape.inner > 1 else self._along_lanes(x, shape)
 

@@ -10,41 +10,51 @@ from typing import Any
 
 import torch
 
+from bitwright.export.memory_layout import memory_orders
 from bitwright.export.ordered_sums import AveragedShape, OrderedSum
 
 from .activations import comes_from_codes
 from .builder import NodeBuilder, replace_value
+from .stand_ins import stands_for_quantizer_of
 
 __all__ = ["average_in_order"]
 
 
-def average_in_order(graph: Any) -> None:
+def average_in_order(program: Any) -> None:
     """Write means over dimensions of known sizes, of tensors that come from codes, as additions.
 
     Args:
-        graph: an ``onnx_ir.Graph`` without stand-ins; changed in place.
+        program: torch's ONNX program, whose graph has no stand-ins any more; changed in place.
     """
-    for number, node in enumerate(list(graph)):
-        if node.op_type != "ReduceMean" or not comes_from_codes(node.inputs[0]):
-            continue
-        shape = _shape(node)
+    graph = program.model.graph
+    means = [node for node in graph if node.op_type == "ReduceMean" and comes_from_codes(node.inputs[0])]
+    orders = _memory_orders(program.exported_program) if means else {}
+    for number, node in enumerate(means):
+        shape = _shape(node, orders.get(node.outputs[0].name))
         if shape is None:
             continue
         nodes = _Nodes(NodeBuilder(graph, node, "average", number))
-        total = nodes.total(node.inputs[0], shape)
-        count = nodes.build.initializer(torch.tensor(float(shape.count)), "count", shared=False)
-        mean = nodes.build("Div", [total, count])
-        replace_value(node.outputs[0], nodes.reshape(mean, shape.outer, shape.rest))
+        replace_value(node.outputs[0], nodes.mean(node.inputs[0], shape))
         graph.remove(node, safe=True)
 
 
-def _shape(node: Any) -> AveragedShape | None:
+def _memory_orders(program: torch.export.ExportedProgram | None) -> dict[str, tuple[int, ...]]:
+    """How the operands of means lie in memory, by the names that the means have in programs and files alike."""
+    if program is None:
+        return {}
+    orders = memory_orders(program.graph, stands_for_quantizer_of)
+    means = (node for node in program.graph.nodes if str(node.target) == "aten.mean.dim")
+    return {node.name: orders[node.args[0]] for node in means if node.args[0] in orders}
+
+
+def _shape(node: Any, order: tuple[int, ...] | None) -> AveragedShape | None:
     """The shape of a mean that is written as additions; None for others."""
     x, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if x.shape is None or x.dtype is None or x.dtype.name != "FLOAT" or axes is None or axes.const_value is None:
         return None
     keep = "keepdims" not in node.attributes or bool(node.attributes["keepdims"].value)
-    return AveragedShape.of(list(x.shape), [int(axis) for axis in axes.const_value.numpy().reshape(-1)], keep)
+    dims = [int(axis) for axis in axes.const_value.numpy().reshape(-1)]
+    return AveragedShape.of(list(x.shape), dims, keep, order)
 
 
 class _Nodes(OrderedSum):
@@ -66,6 +76,15 @@ class _Nodes(OrderedSum):
 
     def add(self, one: Any, other: Any) -> Any:
         return self.build("Add", [one, other])
+
+    def divide(self, x: Any, divisor: float) -> Any:
+        return self.build("Div", [x, self.build.initializer(torch.tensor(divisor), "count", shared=False)])
+
+    def permute(self, x: Any, order: Sequence[int]) -> Any:
+        return self.build("Transpose", [x], {"perm": list(order)})
+
+    def squeeze(self, x: Any, dims: Sequence[int]) -> Any:
+        return self.build("Squeeze", [x, self._numbers(list(dims))])
 
     def joined(self, values: list[Any], axis: int) -> Any:
         return self.build("Concat", values, {"axis": axis})

@@ -105,6 +105,7 @@ def export_onnx(
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
     _fill_in(program.model.graph, lowered, int4, unsigned_activations)
+    average_in_order(program)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
@@ -160,7 +161,7 @@ def _choose_precision(model: Any, lowered: LoweredModel, bfloat16_kernels: bool,
 
 
 def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
-    """Replace every stand-in node by the nodes of what it stands for; averages of the codes add in PyTorch's order."""
+    """Replace every stand-in node by the nodes of what it stands for."""
     built: dict[tuple[str, ...], Any] = {}
     for number, node in enumerate(list(graph)):
         if node.domain != DOMAIN:
@@ -177,7 +178,6 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
         if before is not None and not any(value.uses() or value in graph.outputs for value in before.outputs):
             graph.remove(before, safe=True)  # a ReLU that is now done on the codes
     drop_unread_initializers(graph)
-    average_in_order(graph)
 
 
 def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[tuple[str, ...], Any]) -> None:

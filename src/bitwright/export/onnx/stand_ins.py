@@ -12,7 +12,7 @@ from bitwright.artifact import CompressedTensor
 from bitwright.export.arithmetic import ArithmeticActivation
 from bitwright.export.lowering import LoweredModel
 
-__all__ = ["ACTIVATION", "DOMAIN", "WEIGHT", "ActivationStandIn", "WeightStandIn", "meaning"]
+__all__ = ["ACTIVATION", "DOMAIN", "WEIGHT", "ActivationStandIn", "WeightStandIn", "meaning", "stands_for_quantizer_of"]
 
 DOMAIN = "bitwright"
 WEIGHT = "Weight"
@@ -67,7 +67,7 @@ def meaning(node: fx.Node, lowered: LoweredModel) -> Callable[..., torch.Tensor]
         node: of a program that was captured from ``lowered``.
         lowered: has the weights and activations that stand-ins name.
     """
-    if str(node.target) != "onnx_symbolic._symbolic.default" or node.kwargs.get("domain") != DOMAIN:
+    if not _is_stand_in(node):
         return None
     names: Any = node.kwargs["attr_strs"]
     if node.args[1] == WEIGHT:
@@ -75,3 +75,15 @@ def meaning(node: fx.Node, lowered: LoweredModel) -> Callable[..., torch.Tensor]
         return lambda *_, **__: weight.decode()
     activation = ArithmeticActivation(lowered.activations[names[0]])
     return lambda inputs, *_, **__: activation(inputs[0])
+
+
+def stands_for_quantizer_of(node: fx.Node) -> fx.Node | None:
+    """Return the operand of the quantizer that the call of a stand-in stands for; None for other calls."""
+    if not _is_stand_in(node) or node.args[1] != ACTIVATION:
+        return None
+    operands: Any = node.args[0]
+    return operands[0] if isinstance(operands[0], fx.Node) else None
+
+
+def _is_stand_in(node: fx.Node) -> bool:
+    return str(node.target) == "onnx_symbolic._symbolic.default" and node.kwargs.get("domain") == DOMAIN
