@@ -24,7 +24,7 @@ INSIDE, OUTSIDE = 1 / 20, 1 / 400
 
 @pytest.fixture(autouse=True)
 def _no_result_is_the_one_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory._sources, "_asked", 0)
+    monkeypatch.setattr(memory._sources, "untold", 0)
 
 
 def _call(x: torch.Tensor, scale: float) -> tuple[Any, tuple[torch.Tensor, torch.Tensor, None]]:

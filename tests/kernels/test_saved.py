@@ -349,6 +349,27 @@ def test_codes_written_with_the_result(
     assert written == [False, math.prod(shape) % 16 == 0]
 
 
+def test_results_that_nothing_saves_are_rarely_marked() -> None:
+    """A residual's quantizer has nobody who keeps its result; once somebody does, every result is marked again."""
+    ready = importlib.import_module("bitwright.kernels.cpu.ready")
+    x = torch.randn(64, 60, requires_grad=True)  # no whole vectors, so that no codes are written with the result
+    made = torch.tensor([0.05]), torch.tensor([0], dtype=torch.int32), None
+    call = ready.ReadyCall(x.detach(), made, (64, 60), INT8)
+
+    def marked() -> bool:
+        y = call.run_with_gradient(x)
+        dispatch.note_codes(y, made, call)
+        if saving:
+            (y * y).sum()
+        return saved.is_marked(y)
+
+    with saved_as_codes(minimum=1):
+        saving = False
+        assert [marked() for _ in range(64)] == [True] * 16 + ([False] * 15 + [True]) * 3
+        saving = True
+        assert [marked() for _ in range(40)] == [False] * 15 + [True] * 25
+
+
 @pytest.mark.parametrize("scale", [0.05, 2.0**-70])
 def test_what_has_no_byte_is_not_marked(scale: float) -> None:
     """NaN, and scales for which the short formulas do not hold."""

@@ -190,7 +190,12 @@ class WrittenCodes(Substitute):
 
 def versions_of(made: Parameters) -> tuple[int, ...]:
     """The versions of parameters, -1 for one that there is not."""
-    return tuple(-1 if t is None else t._version for t in made)
+    scale, zero_point, minval = made
+    return (
+        scale._version,
+        -1 if zero_point is None else zero_point._version,
+        -1 if minval is None else minval._version,
+    )
 
 
 def copies_of(made: Parameters) -> Parameters:

@@ -281,7 +281,8 @@ class _Sources(threading.local):
     def __init__(self) -> None:
         self._watched: deque[torch.UntypedStorage] = deque()
         self._since: deque[int] = deque()  # the number of the result that was made from each
-        self._bytes = self._results = self._asked = 0
+        self._bytes = self._results = 0
+        self.untold = 0  # results whose nodes do not tell, since the last whose node does
         self._forward = False
 
     def watch(self, x: torch.Tensor) -> None:
@@ -313,10 +314,6 @@ class _Sources(threading.local):
                 self._bytes -= size
                 return found
         return None
-
-    def none_tells(self) -> bool:
-        self._asked = (self._asked + 1) % _TELLING
-        return self._asked == 0
 
     def forget(self) -> None:
         if self._forward:
@@ -359,7 +356,8 @@ def forget_sources() -> None:
 
 def backward_goes_unnoticed() -> bool:
     """Return whether the next result must have a node that calls ``forget_sources``: for one in ``_TELLING`` calls."""
-    return _sources.none_tells()
+    _sources.untold = (_sources.untold + 1) % _TELLING
+    return _sources.untold == 0
 
 
 def over(x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from .memory import backward_goes_unnoticed, empty_flat, empty_like, lasting_byt
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
-from .relu import keep_signs, signs_to_keep
+from .relu import keep_signs, relu_node, signs_to_keep
 from .snapshot import Snapshot, unchanged
 from .stages import AS_THEY_ARE, FAILED, PARAMETERS, THIS_ALONE, new_call, stages_part
 from .threads import part_count, run_parts, threads_for
@@ -163,6 +163,7 @@ class ReadyCall:
         "encodes",
         "grid",
         "mask_bytes",
+        "unsaved",
     )
 
     def __init__(
@@ -202,6 +203,8 @@ class ReadyCall:
         self.mask_bytes = 2 * layout.words
         # Whether results are encoded at once, which begins when an operation has saved one (``saved.saved_as_codes``).
         self.encodes = False
+        # How many results in a row no operation has saved; counted where they are marked (``dispatch.note_codes``).
+        self.unsaved = 0
         self._codes_read: tuple[Any, ...] | None = None
         has_bytes = native.integer and grid.quant_max - grid.quant_min < 256
         if has_bytes and layout.blocks == 1 and layout.numel % LANES == 0:
@@ -232,7 +235,7 @@ class ReadyCall:
         if not self._large and codes is None:
             mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
             return self._with_gradient(x, partial(self.run_masked, x, mode=mode), mask)
-        signs = self._signs_to_write(x) if self._large else None
+        signs = self._signs_to_write(x) if self._large and type(x.grad_fn) is relu_node() else None
         in_place = unneeded and self._large and owns_memory(x)
         run = partial(self.run_masked, x, mode=mode, signs=signs, in_place=in_place, codes=codes)
         y = self._with_gradient(x, run, lasting_bytes(self.mask_bytes))
@@ -260,8 +263,9 @@ class ReadyCall:
         return straight_through(x, lambda _: y, mask, self.apply_mask)
 
     def encode_from_now_on(self) -> None:
-        """Write a byte for each element of further results, where the grid and the shape allow it."""
+        """Write a byte for each element of further results, where the grid and the shape allow it; one was saved."""
         self.encodes = self._codes_read is not None
+        self.unsaved = 0
 
     def decode(self, codes: torch.Tensor, parameters: int) -> torch.Tensor:
         """Return the elements of a result, in the order of memory, from its bytes.

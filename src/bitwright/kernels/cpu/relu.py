@@ -25,7 +25,7 @@ from .signs import Signs
 from .threads import run_parts
 from .walking import element_bytes, first_part, next_part, staged, vector_room
 
-__all__ = ["keep_signs", "map_with_signs", "signs_to_keep"]
+__all__ = ["keep_signs", "map_with_signs", "relu_node", "signs_to_keep"]
 
 # Entry of a node's metadata: its result has been replaced. Asking for the result would make it anew.
 _DONE = "bitwright_keeps_signs"
@@ -106,7 +106,7 @@ def signs_part(x: int, dtype: int, signs: int, count: int, parts: int, control: 
 
 
 @cache
-def _relu_node() -> Any:
+def relu_node() -> Any:
     """The class of the graph's nodes for ReLU, whether in place or not."""
     with torch.enable_grad(), torch.inference_mode(False):
         return type(torch.relu(torch.zeros(1, requires_grad=True)).grad_fn)
@@ -124,7 +124,7 @@ def signs_to_keep(x: torch.Tensor) -> torch.Tensor | None:
         Bytes that the caller has to write the signs to, as ``signs_part`` does; None if nothing was changed.
     """
     node: Any = x.grad_fn
-    if type(node) is not _relu_node() or _DONE in node.metadata:
+    if type(node) is not relu_node() or _DONE in node.metadata:
         return None
     try:
         kept = node._saved_result  # refuses a tensor that has been changed since

@@ -83,7 +83,7 @@ def thread_count() -> int:
 
 def threads_for(elements: int) -> int:
     """Number of threads that a pass over so many elements is worth."""
-    return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
+    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
 
 
 def part_count(threads: int) -> int:

@@ -21,7 +21,7 @@ from bitwright.kernels.dispatch import note_codes, ready_call, take_snapshot, un
 from bitwright.kernels.layout import SMALL, dense
 from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
-from bitwright.kernels.saved import saved_tensor_hooks
+from bitwright.kernels.saved import hooked_by_others
 
 from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
 from ._recall import will_be_repeated
@@ -213,7 +213,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or not undisturbed()
             or (mixed and progress.restart)
             or _backward_task() != -1
-            or (saved_tensor_hooks(True) is not None and will_be_repeated(own["training"], False))
+            or hooked_by_others()
         ):
             return None
         ready = known.get(x.shape)
