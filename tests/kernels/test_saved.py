@@ -365,9 +365,9 @@ def test_results_that_nothing_saves_are_rarely_marked() -> None:
 
     with saved_as_codes(minimum=1):
         saving = False
-        assert [marked() for _ in range(64)] == [True] * 16 + ([False] * 15 + [True]) * 3
+        assert [marked() for _ in range(64)] == [True] * 8 + ([False] * 7 + [True]) * 7
         saving = True
-        assert [marked() for _ in range(40)] == [False] * 15 + [True] * 25
+        assert [marked() for _ in range(40)] == [False] * 7 + [True] * 33
 
 
 @pytest.mark.parametrize("scale", [0.05, 2.0**-70])

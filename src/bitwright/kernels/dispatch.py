@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _FORMS = ("auto", "reference")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_RARELY_SAVED = 16
+_RARELY_SAVED = 8
 """After so many results in a row that no operation has saved, few are noted for `saved_as_codes`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

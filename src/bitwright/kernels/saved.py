@@ -180,7 +180,7 @@ class WrittenCodes(Substitute):
         """Mark the tensor, if there is a byte for every element."""
         if self._owner is not None:
             self.version = y._version
-            mark(y, self)
+            setattr(y, _MARK, self)
 
     def make(self) -> torch.Tensor:
         """Decode."""

@@ -87,12 +87,6 @@ def _advise() -> Callable[[int, int, int], int] | None:
     return advise
 
 
-def _block_size(size: int) -> int:
-    """Bytes of a block for a result of so many bytes."""
-    unit = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _SMALL_UNIT
-    return -(-size // unit) * unit
-
-
 class _Block:
     """Memory of its own; whole huge pages start at one."""
 
@@ -147,22 +141,21 @@ class _Blocks:
 
     def lend(self, size: int, longest_idle: bool = False) -> memoryview:
         """Memory of so many bytes, the latest in use or the longest idle; it comes back when the view dies."""
-        block = self._find(_block_size(size), longest_idle)
+        if self._now % _PATIENCE == 0:
+            self._give_back()
+        unit = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _SMALL_UNIT
+        whole = -(-size // unit) * unit
+        try:
+            blocks = self._idle[whole]
+            block = blocks.popleft() if longest_idle else blocks.pop()
+        except (KeyError, IndexError):
+            block = _Block(whole)
         block.lent_at = self._now = next(self._count)
         view = block.memory[:size]
         loan = _Loan(view, self._take_back)
         loan.block = block
         self._lent[id(loan)] = loan
         return view
-
-    def _find(self, size: int, longest_idle: bool) -> _Block:
-        if self._now % _PATIENCE == 0:
-            self._give_back()
-        try:
-            blocks = self._idle[size]
-            return blocks.popleft() if longest_idle else blocks.pop()
-        except (KeyError, IndexError):
-            return _Block(size)
 
     def begin_backward(self) -> None:
         """Give back what neither the backward pass before nor the forward pass after it had a use for."""
@@ -215,17 +208,8 @@ class _Common(threading.local):
     """The block that a thread cuts pieces from. The pieces keep it alive; with the last one it is idle again."""
 
     def __init__(self) -> None:
-        self._block: Callable[[], Any] = lambda: None
-        self._used = 0
-
-    def cut(self, size: int) -> torch.Tensor:
-        block = self._block()
-        if block is None or self._used + size > _COMMON:
-            block = _blocks.lend(_COMMON)
-            self._block, self._used = weakref.ref(block), 0
-        piece = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=self._used)
-        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return piece
+        self.block: Callable[[], Any] = lambda: None
+        self.used = 0
 
 
 _common = _Common()
@@ -234,13 +218,18 @@ _HAS_BLOCKS = hasattr(mmap, "MAP_ANONYMOUS")
 
 def lasting_bytes(size: int) -> torch.Tensor:
     """Return a 1-D ``uint8`` tensor with arbitrary content for something that is kept until the backward pass."""
-    if size < _LEAST_PIECE or not (_COMMON <= _MOST_IDLE and _HAS_BLOCKS):
+    if size < _LEAST_PIECE or size > _MOST_IDLE or not (_COMMON <= _MOST_IDLE and _HAS_BLOCKS):
         return torch.empty(size, dtype=torch.uint8)
-    if size <= _MOST_PIECE:
-        return _common.cut(size)
-    if size <= _MOST_IDLE:
+    if size > _MOST_PIECE:
         return torch.frombuffer(_blocks.lend(size), dtype=torch.uint8)
-    return torch.empty(size, dtype=torch.uint8)
+    common = _common
+    block = common.block()
+    if block is None or common.used + size > _COMMON:
+        block = _blocks.lend(_COMMON)
+        common.block, common.used = weakref.ref(block), 0
+    piece = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=common.used)
+    common.used += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return piece
 
 
 def empty_like(

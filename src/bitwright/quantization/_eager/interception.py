@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import calling_code, shielded, thread_frames
-from bitwright._utils.direct_calls import caller
+from bitwright._utils.direct_calls import Caller, caller, pass_last, pass_through
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
 from bitwright.kernels.dispatch import is_exporting
@@ -309,7 +309,7 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     held = [func(*args, **kwargs)]
     forget_weight(held[0])
     if not isinstance(target, torch.Tensor):
-        return _simulate_outputs(held, sites.outputs, children)
+        return _simulate_outputs(held, sites.outputs, children, call)
     result = held.pop()
     if result is None:
         result = args[0]  # what `x[0] = y` wrote to
@@ -323,12 +323,14 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     return result
 
 
-def _simulate_outputs(held: list[Any], outputs: Sequence[tuple[int, str]], children: Mapping[str, Any]) -> Any:
+def _simulate_outputs(
+    held: list[Any], outputs: Sequence[tuple[int, str]], children: Mapping[str, Any], call: Caller
+) -> Any:
     """Return a result with its simulated outputs; it is taken out of ``held``, so that nobody else need hold it."""
     result = held.pop()
     if not outputs:
         return result
-    call_last = caller(last=True)
+    call_last = pass_last if call is pass_through else call
     for index, child in outputs:
         if type(result) is torch.Tensor and index == 0:
             result = call_last(children[child], result)
@@ -441,7 +443,7 @@ class OpScope(ForwardScope):
         inner = self.inner
         held = [type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)]
         forget_weight(held[0])
-        return _simulate_outputs(held, self.outputs, children)
+        return _simulate_outputs(held, self.outputs, children, call)
 
 
 class FrameScope(ForwardScope):
