@@ -56,6 +56,33 @@ def test_products_of_folded_batches_run(kind, mode, tmp_path):
             assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
 
 
+class HardAttention(nn.Module):
+    """Scores of one for the largest, as the grouping of GroupViT has them, and a number added to some."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 6)
+
+    def forward(self, x):
+        scores = self.project(x)
+        largest = scores.max(1, keepdim=True)[1]
+        hard = torch.zeros_like(scores).scatter_(1, largest, 1.0)
+        return hard * scores, scores.scatter(1, largest, 0.1, reduce="add")
+
+
+def test_numbers_are_scattered(tmp_path):
+    """coreai-torch ends the process where it broadcasts a number to a dynamic size."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    ready = Quantizer(HardAttention().eval(), QuantizerConfig.presets.w4(execution_mode="eager")).prepare((x,)).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 5, 16)
+        with torch.no_grad():
+            expected = ready(x)
+        assert min(sqnr(*pair) for pair in zip(expected, run_coreai(path, (x,)), strict=True)) > 100
+
+
 def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp_path):
     """Names of the runtime's kernels do not mean that the model was finalized."""
 
