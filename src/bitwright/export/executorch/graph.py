@@ -21,6 +21,7 @@ __all__ = [
     "batches_for_products",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
+    "drop_assertions_of_values",
     "drop_identities",
     "has_scales_of_inputs",
     "op_name",
@@ -46,6 +47,24 @@ _SPLITS = tuple(f"aten::{name}" for name in ("split", "chunk", "tensor_split", "
 _CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
+
+
+def drop_assertions_of_values(module: fx.GraphModule) -> None:
+    """Leave out what ``torch._check_tensor_all`` asserts: ExecuTorch has no numbers made of a tensor's truth value."""
+    for assertion in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = assertion.args[0]
+        numbers = condition.all_input_nodes if isinstance(condition, fx.Node) else []
+        if any(number.target is torch.sym_ite for number in numbers):
+            _erase_unread(module.graph, assertion)
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node, and what nothing else reads of that which it was made of."""
+    made_of = node.all_input_nodes
+    graph.erase_node(node)
+    for one in made_of:
+        if not one.users and one.op == "call_function":
+            _erase_unread(graph, one)
 
 
 def spell_out_gelu(module: fx.GraphModule) -> None:
