@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from bitwright.export.constants import add_constant
-from bitwright.export.graph_edits import argument, call, replace
+from bitwright.export.graph_edits import argument, call, erase_with_what_it_reads, replace
 
 __all__ = [
     "DEQUANTIZE",
@@ -55,16 +55,7 @@ def drop_assertions_of_values(module: fx.GraphModule) -> None:
         condition = assertion.args[0]
         numbers = condition.all_input_nodes if isinstance(condition, fx.Node) else []
         if any(number.target is torch.sym_ite for number in numbers):
-            _erase_unread(module.graph, assertion)
-
-
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node, and what nothing else reads of that which it was made of."""
-    made_of = node.all_input_nodes
-    graph.erase_node(node)
-    for one in made_of:
-        if not one.users and one.op == "call_function":
-            _erase_unread(graph, one)
+            erase_with_what_it_reads(assertion)
 
 
 def spell_out_gelu(module: fx.GraphModule) -> None:
