@@ -40,6 +40,11 @@ ANGLES = torch.arange(8.0).outer(0.1 ** torch.arange(5.0))
 SEEN = torch.tensor([[True, False, True, True, False, True, False, True], [False] * 8] * 4)
 
 
+def _checked(x):
+    torch._check_tensor_all(x > -1e3, lambda: "x has a value that is too small")
+    return x
+
+
 def _rotated(x):
     z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(z * torch.polar(torch.ones(8, 5), ANGLES)).flatten(-2)
@@ -69,6 +74,7 @@ def _spectrogram(x):
 
 
 LACKED = {
+    "checked": lambda x: _checked(x) * 2 + torch._is_all_true(x > -9) + torch._is_any_true(x < -9),
     "rotary embeddings in complex numbers": _rotated,
     "arithmetic of complex numbers": _complex,
     "Fourier transforms": _transforms,

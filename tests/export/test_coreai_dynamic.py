@@ -56,6 +56,59 @@ def test_products_of_folded_batches_run(kind, mode, tmp_path):
             assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
 
 
+class HardAttention(nn.Module):
+    """Scores of one for the largest, as the grouping of GroupViT has them, and a number added to some."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 6)
+
+    def forward(self, x):
+        scores = self.project(x)
+        largest = scores.max(1, keepdim=True)[1]
+        hard = torch.zeros_like(scores).scatter_(1, largest, 1.0)
+        return hard * scores, scores.scatter(1, largest, 0.1, reduce="add")
+
+
+def test_numbers_are_scattered(tmp_path):
+    """coreai-torch ends the process where it broadcasts a number to a dynamic size."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    ready = Quantizer(HardAttention().eval(), QuantizerConfig.presets.w4(execution_mode="eager")).prepare((x,)).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 5, 16)
+        with torch.no_grad():
+            expected = ready(x)
+        assert min(sqnr(*pair) for pair in zip(expected, run_coreai(path, (x,)), strict=True)) > 100
+
+
+class Relative(nn.Module):
+    """Scores of the embeddings in the middle of a table, of which a tensor says how many."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.table = nn.Linear(16, 16), nn.Embedding(16, 16)
+
+    def forward(self, x):
+        length = torch.tensor(min(x.shape[1], 8))
+        near = self.table.weight[8 - length : 8 + length].unsqueeze(0)
+        return torch.matmul(self.project(x), near.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_what_only_assertions_read_is_left_out(mode, tmp_path):
+    """As the places in memory of slices whose length a tensor says, which DeBERTa takes."""
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 5, 16), ({0: torch.export.Dim("b", max=4), 1: torch.export.Dim("s", min=2, max=8)},)
+    quantizer = Quantizer(Relative().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {})).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
+    x = torch.randn(3, 7, 16)
+    with torch.no_grad():
+        assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
+
+
 def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp_path):
     """Names of the runtime's kernels do not mean that the model was finalized."""
 

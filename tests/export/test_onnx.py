@@ -291,6 +291,59 @@ def test_dynamic_sizes_that_a_program_fixes_are_refused(tmp_path):
         _exported(ready, x, tmp_path, dynamic_shapes=({1: torch.export.Dim("length")},))
 
 
+class InBlocks(nn.Module):
+    """Attends within blocks of four, as LongT5; other lengths are padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        rest = -x.shape[1] % 4
+        padded = nn.functional.pad(x, (0, 0, 0, rest)) if rest else x
+        blocks = padded.unflatten(1, (-1, 4))
+        return self.layer(blocks - blocks.mean(2, keepdim=True)).flatten(1, 2)[:, : x.shape[1]]
+
+
+def test_dynamic_sizes_that_a_program_makes_multiples_are_refused(tmp_path):
+    """torch.onnx would write a file for multiples alone; asked for those, other sizes are told before the file runs."""
+    torch.manual_seed(0)
+    model, x = InBlocks().eval(), torch.randn(2, 8, 8)
+    _, ready = prepared(model, x, W8)
+    with pytest.raises(ConversionError, match=r"as torch.export suggests \(_length = Dim\('_length', .*length = 4\*_"):
+        _exported(ready, x, tmp_path, dynamic_shapes=({1: torch.export.Dim("length", max=64)},))
+    path = _exported(ready, x, tmp_path, dynamic_shapes=({1: 4 * torch.export.Dim("blocks", max=16)},))
+    longer = torch.randn(2, 12, 8)
+    assert sqnr(ready(longer), run_onnx(path, (longer,))[0]) > ENOUGH_DB
+    with pytest.raises(ConversionError, match="size 11 of dimension 1 of x is no multiple of 4"):
+        run_onnx(path, (torch.randn(2, 11, 8),))
+
+
+class AsLong(nn.Module):
+    """Adds what has its length, and leaves out what has another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return self.layer(x) + (y if x.shape[1] == y.shape[1] else y.mean(1, keepdim=True))
+
+
+def test_dynamic_sizes_that_a_program_makes_one_are_refused(tmp_path):
+    """torch.onnx would write a file that has one branch for all lengths."""
+    torch.manual_seed(0)
+    example = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    ready = Quantizer(AsLong().eval(), QuantizerConfig.presets.w8(execution_mode="eager")).prepare(example).eval()
+    dims = {name: torch.export.Dim(name, max=64) for name in ("one", "other")}
+    with pytest.raises(ConversionError, match=r"as torch.export suggests \(other = one\)"):
+        export_onnx(ready, example, tmp_path / "m.onnx", dynamic_shapes=({1: dims["one"]}, {1: dims["other"]}))
+    shapes = ({1: dims["one"]}, {1: dims["one"]})
+    path = export_onnx(ready, example, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    longer = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+    assert sqnr(ready(*longer), run_onnx(path, longer)[0]) > ENOUGH_DB
+
+
 def test_dynamic_sizes_whose_range_a_program_narrows_are_kept(tmp_path):
     torch.manual_seed(0)
     model, x = WithPositions().eval(), torch.randn(2, 5, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +84,8 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
             raise ConversionError(str(unknown)) from error
         place = _place(error)
         where = f" (in {place})" if place else ""
-        message = f"{converter} cannot take this model: {_words(error)}{where}. {remedy or _remedy(error)}"
+        advice = _sizes_remedy(error) or remedy or _remedy(error)
+        message = f"{converter} cannot take this model: {_words(error)}{where}. {advice}"
         problem = Problem("target", place or "the model itself", message, Severity.ERROR)
         raise ConversionError(message, (problem,)) from error
 
@@ -191,6 +193,20 @@ def _chain(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)
     return chain
+
+
+def _sizes_remedy(error: Exception) -> str | None:
+    """What to do where a program does not hold for all sizes that ``dynamic_shapes`` has, with what torch suggests."""
+    said = next((text for text in map(str, _chain(error)) if "Constraints violated" in text), None)
+    if said is None:
+        return None
+    _, _, fixes = said.partition("Suggested fixes:")
+    suggested = "; ".join(itertools.takewhile(lambda line: " = " in line, map(str.strip, fixes.strip().splitlines())))
+    return (
+        "The program holds for fewer sizes than dynamic_shapes has: give those that it holds for"
+        + (f", as torch.export suggests ({suggested})" if suggested else ", such as a Dim with min and max")
+        + ", or leave such a size out of dynamic_shapes, which makes it the example's."
+    )
 
 
 def _remedy(error: Exception) -> str:

@@ -35,7 +35,7 @@ from .coreai_runtime import run_coreai
 from .devices import all_on_cpu
 from .experts import spell_out_experts
 from .extras import require
-from .graph_edits import half_result, widen
+from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
 from .pool_places import spell_out_places
@@ -146,6 +146,8 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
             table |= more
             program = program.run_decompositions(table)
+    for assertion in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        erase_with_what_it_reads(assertion)  # coreai-torch leaves what it reads, such as places in memory
     spell_out_places(program.graph_module)
     compute_beforehand(program, set(_lacking(program)).__contains__)
     lacking = _lacking(program)

@@ -92,6 +92,32 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return torch.scatter(x, dim, index, src, reduce="add")
 
 
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor, **reduce: Any) -> Any:
+    """``torch.scatter`` with fewer places than values or elements, which coreai-torch refuses; none end the process."""
+    dims = range(index.dim())
+    if any(isinstance(size, int) and size == 0 for size in index.shape):
+        return _aten.alias.default(x)
+    if any(_is_less(index.shape[one], src.shape[one]) for one in dims):
+        for one in dims:
+            src = src.narrow(one, 0, index.shape[one])
+        return _aten.scatter(x, dim, index, src, **reduce)
+    for one in dims:
+        if one != dim % x.dim() and _is_less(size := index.shape[one], x.shape[one]):
+            written = _aten.scatter(x.narrow(one, 0, size), dim, index, src, **reduce)
+            return torch.slice_scatter(x, written, one, 0, size)
+    return NotImplemented
+
+
+def _is_less(size: Any, other: Any) -> bool:
+    return isinstance(size, int) and isinstance(other, int) and size < other
+
+
+def _scatter_number(x: Tensor, dim: int, index: Tensor, value: float, **reduce: Any) -> Any:
+    """One number at places; with a dynamic size, what coreai-torch makes of it ends the process."""
+    number = torch.full([], value, dtype=x.dtype, device=x.device)
+    return _aten.scatter(x, dim, index, number.expand(index.shape), **reduce)
+
+
 def _number(
     value: Any,
     dtype: torch.dtype | None = None,
@@ -436,6 +462,10 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.pow.Tensor_Scalar: _power,
     _aten.scalar_tensor.default: _number,
     _aten.scaled_dot_product_attention.default: _attention,
+    _aten.scatter.reduce: _scatter,
+    _aten.scatter.src: _scatter,
+    _aten.scatter.value: _scatter_number,
+    _aten.scatter.value_reduce: _scatter_number,
     _aten.squeeze.dims: _squeeze,
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,

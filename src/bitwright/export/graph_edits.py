@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["argument", "call", "half_result", "replace", "widen"]
+__all__ = ["argument", "call", "erase_with_what_it_reads", "half_result", "replace", "widen"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -73,6 +73,15 @@ def replace(node: fx.Node, by: fx.Node) -> None:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
     by._rename(node.name)
+
+
+def erase_with_what_it_reads(node: fx.Node) -> None:
+    """Erase a node that nothing reads, and what nothing else reads of that which it was made of."""
+    made_of = node.all_input_nodes
+    node.graph.erase_node(node)
+    for one in made_of:
+        if not one.users and one.op == "call_function":
+            erase_with_what_it_reads(one)
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -105,6 +105,8 @@ _QUANTILES = [
 """They sort, which has to be seen to be written with others."""
 
 LACKING_BASICS: dict[Any, Callable[..., Any]] = {
+    _aten._is_all_true.default: lambda x: torch.all(x),
+    _aten._is_any_true.default: lambda x: torch.any(x),
     _aten.__lshift__.Scalar: _shifted_left,
     _aten.__rshift__.Scalar: _shifted_right,
     _aten.addbmm.default: _sum_of_products,

@@ -40,6 +40,7 @@ from .graph import (
     batches_for_products,
     dequantize_for_each_reader,
     dequantize_in_floats,
+    drop_assertions_of_values,
     drop_identities,
     reshape_behind_attention,
     slices_for_splits,
@@ -161,6 +162,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     """Write with other operators what ExecuTorch lacks, or computes less exactly; ``program`` may be changed."""
     if not _has_kernels_for_complex(program):
         program = without_complex_numbers(program) or program
+    drop_assertions_of_values(program.graph_module)
     program = without_lacking(program, _LACKING) or program
     drop_constants(program)
     compute_beforehand(program, _lacks)

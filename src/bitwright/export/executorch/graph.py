@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from bitwright.export.constants import add_constant
-from bitwright.export.graph_edits import argument, call, replace
+from bitwright.export.graph_edits import argument, call, erase_with_what_it_reads, replace
 
 __all__ = [
     "DEQUANTIZE",
@@ -21,6 +21,7 @@ __all__ = [
     "batches_for_products",
     "dequantize_for_each_reader",
     "dequantize_in_floats",
+    "drop_assertions_of_values",
     "drop_identities",
     "has_scales_of_inputs",
     "op_name",
@@ -46,6 +47,15 @@ _SPLITS = tuple(f"aten::{name}" for name in ("split", "chunk", "tensor_split", "
 _CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
+
+
+def drop_assertions_of_values(module: fx.GraphModule) -> None:
+    """Leave out what ``torch._check_tensor_all`` asserts: ExecuTorch has no numbers made of a tensor's truth value."""
+    for assertion in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = assertion.args[0]
+        numbers = condition.all_input_nodes if isinstance(condition, fx.Node) else []
+        if any(number.target is torch.sym_ite for number in numbers):
+            erase_with_what_it_reads(assertion)
 
 
 def spell_out_gelu(module: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from bitwright.export.extras import require
 __all__ = ["open_session", "run_onnx", "run_with_codes"]
 
 _BFLOAT16 = 16
+_MULTIPLE = re.compile(r"(\d+)\*[A-Za-z_]\w*")
+"""What torch.onnx writes for ``4 * torch.export.Dim("length")``."""
 
 
 def open_session(
@@ -89,6 +92,7 @@ def run_onnx(
             + (f"inputs that it does not have: {', '.join(extra)}." if extra else f"{len(inputs)} inputs.")
         )
     try:
+        _check_multiples(session, given)
         return _run(session, given)
     except Exception as error:
         tensors = ", ".join(f"{name}: {_shown(t.dtype, t.shape)}" for name, t in given.items())
@@ -96,6 +100,19 @@ def run_onnx(
             f"{str(path)!r} does not take these inputs: {error}. It takes {_described(session)}, got {tensors}. For "
             "inputs of other sizes export with dynamic_shapes."
         ) from error
+
+
+def _check_multiples(session: Any, given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse sizes that are no multiples where a file has ``4*length``; ONNX Runtime goes on until a shape conflicts.
+
+    Raises:
+        ValueError: with the input and the size.
+    """
+    for value in session.get_inputs():
+        for dim, (asked, size) in enumerate(zip(value.shape, given[value.name].shape, strict=False)):
+            multiple = _MULTIPLE.fullmatch(str(asked))
+            if multiple and size % int(multiple[1]):
+                raise ValueError(f"size {size} of dimension {dim} of {value.name} is no multiple of {multiple[1]}")
 
 
 def _described(session: Any) -> str:

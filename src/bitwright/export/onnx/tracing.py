@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.export.complex_numbers import without_complex_numbers
@@ -32,6 +31,7 @@ from bitwright.program.input_shapes import each_input_named
 
 from .kernels import check_kernels
 from .optimizer import exact_constants
+from .sizes import sizes_as_asked
 from .torchlib import registry_kept, torchs_registry
 from .translations import translations
 
@@ -88,7 +88,7 @@ def _traced(
         with (
             converting("torch.onnx.export", options["remedy"]),
             _quiet(),
-            _sizes_as_asked(),
+            sizes_as_asked() as fixed,
             exact_constants(),
             registry_kept(),
             inputs_unmarked(args, kwargs),
@@ -108,6 +108,7 @@ def _traced(
             )
             program: Any = captured_again_if_corrected(export)
             _register_constants(program.model.graph)
+        if not fixed or not isinstance(model, nn.Module):
             return program
     except ConversionError:
         exported: Any = model
@@ -121,6 +122,7 @@ def _traced(
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", places_by_operator(_lacking(exported)))  # all; it names the first itself
         raise
+    return _traced_as_captured(captured(model, args, kwargs, dynamic_shapes), dynamic_shapes, options)
 
 
 def _written(
@@ -188,30 +190,6 @@ def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
         and str(node.target).startswith(("aten.", "prims."))
         and dispatching.dispatch(node, registry)[0] is None
     ]
-
-
-@contextlib.contextmanager
-def _sizes_as_asked() -> Iterator[None]:
-    """Keep ``torch.onnx.export`` from fixing a dynamic size to that of the example, without a word.
-
-    It follows what torch.export suggests for sizes that it refuses. A range may become narrower, as position embeddings
-    make it; a number in its place is refused, as it is for other targets.
-    """
-    shapes: Any = torch.export.dynamic_shapes
-    before = shapes.refine_dynamic_shapes_from_suggested_fixes
-
-    def refine(message: str, dynamic_shapes: Any) -> Any:
-        refined = before(message, dynamic_shapes)
-        pairs = zip(tree_leaves(dynamic_shapes), tree_leaves(refined), strict=True)
-        if any(isinstance(new, int) and not isinstance(old, int) for old, new in pairs):
-            raise ValueError("a dynamic size would be a number")  # the caller raises what torch.export has said
-        return refined
-
-    shapes.refine_dynamic_shapes_from_suggested_fixes = refine
-    try:
-        yield
-    finally:
-        shapes.refine_dynamic_shapes_from_suggested_fixes = before
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from .pools import average_pool
 from .resizing import ANTIALIASED, antialiased
 from .shapes import SQUEEZES
 from .sorts import sort_stably
+from .torchlib import torchs_translation
 
 __all__ = ["translations"]
 
@@ -30,6 +31,8 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
     """
     aten = torch.ops.aten
     return {
+        aten._is_all_true.default: torchs_translation(aten.all.default, opset),
+        aten._is_any_true.default: torchs_translation(aten.any.default, opset),
         aten._native_batch_norm_legit_functional.default: batch_norm(opset),
         aten.add.Tensor: add(opset),
         aten.addmm.default: product_and_sum(opset),
