@@ -76,14 +76,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def thread_count() -> int:
-    """Number of threads that a kernel may use: torch's, so that DataLoader workers use one."""
-    return torch.get_num_threads()
+thread_count = torch.get_num_threads
+"""Number of threads that a kernel may use: torch's, so that DataLoader workers use one."""
 
 
 def threads_for(elements: int) -> int:
     """Number of threads that a pass over so many elements is worth."""
-    return 1 if elements < 2 * GRAIN else min(torch.get_num_threads(), elements // GRAIN)
+    return 1 if elements < 2 * GRAIN else min(thread_count(), elements // GRAIN)
 
 
 def part_count(threads: int) -> int:
