@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 _FORMS = ("auto", "reference")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_RARELY_SAVED = 8
-"""After so many results in a row that no operation has saved, few are noted for `saved_as_codes`."""
+_SAVED_RARELY = 8
+"""Of results that no operation has saved so many times in a row, one in so many is noted for ``saved_as_codes``."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _reference_only = os.environ.get("BITWRIGHT_KERNELS", "auto") == "reference"
@@ -172,13 +172,13 @@ def release_idle_memory() -> None:
 def note_codes(y: torch.Tensor, made: Any, ready: Any) -> None:
     """Note on the result of a prepared call, for ``saved_as_codes``, how it was made, where that is in force.
 
-    Calls for a GPU, and those whose results come with their codes, see to it themselves. Where no operation has saved
-    one of so many results, only every so manyth is noted from then on, until one is saved.
+    Calls for a GPU, and those whose results come with their codes, see to it themselves. Where operations have saved
+    none of the latest results, few are noted until one is saved again.
     """
     if ready.encodes or not y.is_cpu or not marking(y):
         return
     ready.unsaved += 1
-    if ready.unsaved <= _RARELY_SAVED or ready.unsaved % _RARELY_SAVED == 0:
+    if ready.unsaved <= _SAVED_RARELY or ready.unsaved % _SAVED_RARELY == 0:
         block_size = tuple(y.shape) if made[0].numel() == 1 else ready.block_size
         mark(y, CodesOnDemand(y, made, block_size, ready.grid, _cpu_form(), ready.encode_from_now_on))
 

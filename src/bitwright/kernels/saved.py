@@ -27,7 +27,6 @@ __all__ = [
     "WrittenCodes",
     "copies_of",
     "hooked_by_others",
-    "is_marked",
     "mark",
     "marking",
     "may_save_as_codes",
@@ -180,7 +179,7 @@ class WrittenCodes(Substitute):
         """Mark the tensor, if there is a byte for every element."""
         if self._owner is not None:
             self.version = y._version
-            setattr(y, _MARK, self)
+            mark(y, self)
 
     def make(self) -> torch.Tensor:
         """Decode."""
@@ -260,11 +259,6 @@ def marking(y: torch.Tensor) -> bool:
 def mark(y: torch.Tensor, substitute: Substitute) -> None:
     """Note on a tensor what is kept where an operation saves it."""
     setattr(y, _MARK, substitute)
-
-
-def is_marked(y: torch.Tensor) -> bool:
-    """Return whether ``mark`` was called for a tensor."""
-    return hasattr(y, _MARK)
 
 
 def pack(saved: torch.Tensor) -> Any:

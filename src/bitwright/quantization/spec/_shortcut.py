@@ -24,7 +24,6 @@ from bitwright.kernels.remade import remember_making
 from bitwright.kernels.saved import hooked_by_others
 
 from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
-from ._recall import will_be_repeated
 from ._weight_memory import WeightMemory, watch
 from .granularity import PerTensorGranularity
 
@@ -351,4 +350,4 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
 
 def is_repeated(simulator: Any) -> bool:
     """Whether this call is one of gradient checkpointing, whose two passes must save the same tensors."""
-    return _backward_task() != -1 or will_be_repeated(simulator.training, False)
+    return _backward_task() != -1 or hooked_by_others()
