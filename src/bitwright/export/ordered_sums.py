@@ -30,15 +30,16 @@ class AveragedShape:
     """A tensor that is averaged, as dimensions in front, those averaged, and those behind.
 
     Attributes:
-        order: the dimensions from the outermost in memory to the innermost; all that follows is in this order.
+        order: the dimensions from the outermost in memory to the innermost, the order of all that follows; None if they
+            lie as they are counted.
         outer: how many dimensions lie in front.
         count: elements in an average.
         inner: elements behind, 1 if there are none.
-        rest: sizes that the result has after those in front; those averaged have one element.
-        dropped: the dimensions that the result lacks, as the tensor counts them.
+        rest: sizes that the sum has after those in front.
+        dropped: dimensions of one element that only the sum has, as the tensor counts them.
     """
 
-    order: tuple[int, ...]
+    order: tuple[int, ...] | None
     outer: int
     count: int
     inner: int
@@ -57,9 +58,11 @@ class AveragedShape:
             keep: whether they stay, with one element.
             order: the dimensions from the outermost in memory to the innermost; None if they lie as they are counted.
         """
-        order = tuple(range(len(sizes)) if order is None else order)
-        averaged_dims = {dim % len(sizes) for dim in dims}
-        reduced = [place for place, dim in enumerate(order) if dim in averaged_dims]
+        counted = tuple(range(len(sizes)))
+        moved = order is not None and tuple(order) != counted
+        order = tuple(order) if order is not None else counted
+        dims = sorted(dim % len(sizes) for dim in dims)
+        reduced = [place for place, dim in enumerate(order) if dim in dims]
         if not reduced or reduced != list(range(reduced[0], reduced[-1] + 1)):
             return None
         known = [sizes[dim] for dim in order[reduced[0] :]]
@@ -70,8 +73,8 @@ class AveragedShape:
         rows = count if behind else count // _LANES
         if count == 1 or rows > _LONGEST or (behind and inner == 1):
             return None
-        dropped = () if keep else tuple(sorted(averaged_dims))
-        return cls(order, reduced[0], count, inner, (1,) * len(reduced) + behind, dropped)
+        rest = (1,) * (len(reduced) if keep or moved else 0) + behind
+        return cls(order if moved else None, reduced[0], count, inner, rest, tuple(dims) if moved and not keep else ())
 
 
 class OrderedSum(ABC):
@@ -107,13 +110,10 @@ class OrderedSum(ABC):
 
     def mean(self, x: Any, shape: AveragedShape) -> Any:
         """Average ``x`` as ``shape`` says."""
-        moved = shape.order != tuple(range(len(shape.order)))
-        total = self._total(self.permute(x, shape.order) if moved else x, shape)
-        mean = self.divide(total, float(shape.count))
-        if not moved and shape.dropped:
-            return self.reshape(mean, shape.outer, shape.rest[len(shape.dropped) :])
-        mean = self.reshape(mean, shape.outer, shape.rest)
-        if moved:
+        if shape.order is not None:
+            x = self.permute(x, shape.order)
+        mean = self.reshape(self.divide(self._total(x, shape), float(shape.count)), shape.outer, shape.rest)
+        if shape.order is not None:
             mean = self.permute(mean, [shape.order.index(dim) for dim in range(len(shape.order))])
         return self.squeeze(mean, shape.dropped) if shape.dropped else mean
 

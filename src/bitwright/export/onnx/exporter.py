@@ -104,8 +104,7 @@ def export_onnx(
         lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=needed if opset is None else opset,
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
-    _fill_in(program.model.graph, lowered, int4, unsigned_activations)
-    average_in_order(program)
+    _fill_in(program, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
@@ -160,8 +159,9 @@ def _choose_precision(model: Any, lowered: LoweredModel, bfloat16_kernels: bool,
         compute_in_float32(model, "float16", accumulating_writes_only=True)
 
 
-def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
-    """Replace every stand-in node by the nodes of what it stands for."""
+def _fill_in(program: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> None:
+    """Replace every stand-in node by the nodes of what it stands for; averages of the codes add in PyTorch's order."""
+    graph = program.model.graph
     built: dict[tuple[str, ...], Any] = {}
     for number, node in enumerate(list(graph)):
         if node.domain != DOMAIN:
@@ -178,6 +178,7 @@ def _fill_in(graph: Any, lowered: LoweredModel, int4: str, unsigned: bool) -> No
         if before is not None and not any(value.uses() or value in graph.outputs for value in before.outputs):
             graph.remove(before, safe=True)  # a ReLU that is now done on the codes
     drop_unread_initializers(graph)
+    average_in_order(program)
 
 
 def _fill_in_weight(graph: Any, node: Any, tensor: Any, int4: str, built: dict[tuple[str, ...], Any]) -> None:
