@@ -21,6 +21,7 @@ from bitwright.palettization.spec import PerGroupedChannelGranularity
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from tests.measures import sqnr
 
 CHANNEL = PerChannelGranularity(axis=0)
 W8 = QuantizationSpec(dtype="int8", granularity=CHANNEL)
@@ -222,3 +223,34 @@ def pruned_and_compressed(model, x, second):
     zeros_lost = second.qformulation == "minval"
     with pytest.warns(ConfigMatchWarning, match="has no zero") if zeros_lost else contextlib.nullcontext():
         return quantizer, quantizer.prepare((x,))
+
+
+class Functions(nn.Module):
+    """Functions of what a layer makes of the first input, and of the other inputs as they are."""
+
+    def __init__(self, layer, functions):
+        super().__init__()
+        self.layer, self.functions = layer, functions
+
+    def forward(self, x, *others):
+        y = self.layer(x)
+        return tuple(function(y, *others) for function in self.functions)
+
+
+def together(names, size=8):
+    """Parameters for a test of several cases: lists of so many names, and each name alone for `make test-all`.
+
+    What an export takes is mostly the same for one operator as for ten.
+    """
+    names = list(names)
+    groups = [names[at : at + size] for at in range(0, len(names), size)]
+    alone = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in names]
+    return [pytest.param(group, id=f"{group[0]} and others") for group in groups] + alone
+
+
+def assert_alike(names, expected, actual, least=110):
+    """Assert that results are those of the prepared model, named by their cases."""
+    assert len(names) == len(expected) == len(actual)
+    for name, one, other in zip(names, expected, actual, strict=True):
+        assert other.shape == one.shape, name
+        assert sqnr(one, other) > least, name

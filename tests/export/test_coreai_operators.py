@@ -12,7 +12,7 @@ from bitwright.export.conversion import ConversionError
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.export.operators import check_operators
 from bitwright.quantization import Quantizer, QuantizerConfig
-from tests.measures import sqnr
+from tests.export.models import Functions, assert_alike, together
 
 ROWS = torch.arange(20.0).view(5, 4)
 
@@ -148,27 +148,16 @@ LAID_TOGETHER = {
 CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x, places):
-        return self.function(self.layer(x), places) * 2
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_right_in_the_runtime(name, tmp_path):
+@pytest.mark.parametrize("names", together(CASES))
+def test_right_in_the_runtime(names, tmp_path):
     torch.manual_seed(0)
     example = torch.randn(2, 5, 4), torch.tensor([[0, 1, 0, 3, 4], [4, 0, 0, 0, 2]])
-    model = Model(CASES[name]).eval()
+    model = Functions(nn.Linear(4, 4), [lambda x, i, of=CASES[name]: of(x, i) * 2 for name in names]).eval()
     assert not check_operators(model, "coreai", example)
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(example).eval()
     with torch.no_grad():
         expected = ready(*example)
-    (actual,) = run_coreai(export_coreai(ready, example, tmp_path / "model.aimodel"), example)
-    assert actual.shape == expected.shape
-    assert sqnr(expected, actual) > 110
+    assert_alike(names, expected, run_coreai(export_coreai(ready, example, tmp_path / "model.aimodel"), example))
 
 
 POOLS = {
