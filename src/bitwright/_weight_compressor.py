@@ -104,7 +104,7 @@ class WeightCompressor(_BaseModelCompressor):
             target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Raises:
-            RuntimeError: the model's forward raised.
+            TraceError: the model's forward raised.
             KeyError: there is no such target.
         """
         plan = self._plan_for(self._trace(example_inputs, example_kwargs))

@@ -12,6 +12,7 @@ __all__ = [
     "CalibrationWarning",
     "ConfigMatchWarning",
     "PlanError",
+    "TraceError",
     "UnplannedCallWarning",
 ]
 
@@ -29,6 +30,10 @@ class PlanError(BitwrightError, ValueError, RuntimeError):
     def __init__(self, message: str, problems: tuple[object, ...] = ()) -> None:
         super().__init__(message)
         self.problems = problems
+
+
+class TraceError(BitwrightError, RuntimeError):
+    """The model cannot be traced: its own forward fails on the inputs, or ``torch.export`` cannot capture it."""
 
 
 class BitwrightWarning(UserWarning):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.errors import TraceError
 from bitwright.program import ValueKind, trace_eager
 
 
@@ -121,7 +122,7 @@ def test_failing_forward_names_the_module_and_restores_the_model():
             raise KeyError("missing")
 
     model = nn.Sequential(nn.Linear(2, 2), Failing())
-    with pytest.raises(RuntimeError, match=r"KeyError.*module '1'") as caught:
+    with pytest.raises(TraceError, match=r"KeyError.*module '1'") as caught:
         trace_eager(model, (torch.randn(1, 2),))
     assert isinstance(caught.value.__cause__, KeyError)
     assert all("forward" not in m.__dict__ for m in model.modules())

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._traceback import CapturedTraceback
 
+from bitwright.errors import TraceError
 from bitwright.export.conversion import ConversionError
 from bitwright.export.onnx import export_onnx
 from bitwright.export.torch_program import export_torch, run_torch
@@ -334,7 +335,7 @@ class TestFailure:
                     return x * 2
                 return x * 3
 
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(TraceError) as caught:
             capture_graph(DataDependent(), (torch.randn(2, 2),))
         message = str(caught.value)
         assert "if x.sum() > 0:" in message
@@ -345,7 +346,7 @@ class TestFailure:
 
     def test_an_error_in_forward_is_told_with_its_line(self) -> None:
         """A model that raises by itself is reported the same way."""
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        with pytest.raises(TraceError, match="ZeroDivisionError"):
             capture_graph(Lambda(lambda s, x: x / (1 // 0)), (torch.randn(2),))
 
 
@@ -386,7 +387,7 @@ def test_submodules_may_have_the_names_of_a_graph_modules_attributes(name: str) 
 
 @pytest.mark.parametrize("name", ["graph", "meta", "recompile"])
 def test_names_that_a_graph_module_cannot_do_without_are_told(name: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"'{name}' \(it holds '{name}.weight'\).*Rename.*eager"):
+    with pytest.raises(TraceError, match=rf"'{name}' \(it holds '{name}.weight'\).*Rename.*eager"):
         capture_graph(_Named(name), (torch.randn(2, 4),))
 
 
@@ -504,7 +505,7 @@ def test_a_buffer_that_is_made_in_the_first_call_is_no_write_to_an_input():
 
 
 def test_a_buffer_that_is_made_in_every_call_is_refused():
-    with pytest.raises(RuntimeError, match="registers a buffer, 'bias'"):
+    with pytest.raises(TraceError, match="registers a buffer, 'bias'"):
         capture_graph(Registering(always=True).eval(), (torch.randn(1, 3, 4),))
 
 

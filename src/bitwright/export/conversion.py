@@ -20,7 +20,7 @@ from bitwright.artifact.graph_sites import GraphSimulators
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
-from bitwright.errors import BitwrightError, BitwrightWarning
+from bitwright.errors import BitwrightError, BitwrightWarning, TraceError
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import UnknownClassError, not_a_tuple, unknown_class
@@ -74,7 +74,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
     try:
         with _own_warnings_passed_on(), _output_dropped(), torch.no_grad():
             yield
-    except UnknownClassError as error:
+    except (TraceError, UnknownClassError) as error:
         raise ConversionError(str(error)) from error
     except (BitwrightError, BitwrightWarning, ImportError, MemoryError, KeyboardInterrupt):
         raise

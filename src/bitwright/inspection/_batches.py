@@ -58,7 +58,7 @@ def blaming_inputs(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     """Where the block fails, and the float model alone fails on these inputs too, say that instead.
 
     Raises:
-        RuntimeError: the model does not run on the inputs; describes them.
+        TraceError: the model does not run on the inputs; describes them.
     """
     try:
         yield

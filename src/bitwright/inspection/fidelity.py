@@ -63,7 +63,7 @@ def compare(
     Raises:
         TypeError: an argument is no module, or the float model is a graph and the compressed one is not.
         ValueError: ``data`` is empty, the two models are one, or an output has another shape than before.
-        RuntimeError: in graph mode, the float model cannot be exported.
+        TraceError: in graph mode, the float model cannot be exported.
 
     Example:
         >>> import copy, torch

@@ -46,7 +46,7 @@ class ModelInspector:
         TypeError: ``model`` is no module, or a ``GraphModule`` in eager mode, or ``example_inputs`` is no sequence.
         InvalidExecutionModeError: there is no such mode.
         ValueError: no example inputs, or a compressor that is unknown or does not work in this mode.
-        RuntimeError: the model cannot be exported, or its forward raised.
+        TraceError: the model cannot be exported, or its forward raised.
 
     Example:
         >>> import torch

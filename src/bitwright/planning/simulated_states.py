@@ -63,7 +63,7 @@ def trace_weights(
     graph of a ``GraphModule`` is read as it is.
 
     Raises:
-        RuntimeError: the model's forward raised.
+        TraceError: the model's forward raised.
     """
     if isinstance(model, fx.GraphModule):
         from bitwright.program.graph_program import build_program

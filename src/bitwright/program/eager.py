@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright._utils.call_frames import calling_code
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 from bitwright._utils.tensor_memory import memory_of
+from bitwright.errors import TraceError
 
 from .aten_names import is_in_place
 from .export_errors import inputs_by_name
@@ -52,7 +53,7 @@ def trace_eager(
         every_call: record the ops of later calls too, under the names of the first one's.
 
     Raises:
-        RuntimeError: the model's forward raised; the error names the innermost module and keeps the cause.
+        TraceError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
     tracer = _Tracer(model, on_op, every_call)
     kwargs = dict(example_kwargs or {})
@@ -63,7 +64,7 @@ def trace_eager(
                 model(*example_inputs, **kwargs)
         except Exception as error:
             where = tracer.failed_in
-            raise RuntimeError(
+            raise TraceError(
                 f"The model raised {type(error).__name__} in its forward (module {where or '<root>'!r}) while it was "
                 f"traced with the example inputs: {error}. Check that model(*example_inputs) runs in eval mode."
                 f"{inputs_by_name(model, example_inputs)}"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, TraceError
 
 __all__ = ["UnknownClassError", "export_failure", "forward_problem", "inputs_by_name", "not_a_tuple", "unknown_class"]
 
@@ -76,12 +76,12 @@ def unknown_class(
     )
 
 
-def export_failure(error: BaseException) -> RuntimeError:
+def export_failure(error: BaseException) -> TraceError:
     """Return the error to raise in place of ``error``: its cause, the line of the user's model, and what to do."""
     cause = _first_lines(str(error)) or "no message"
     where = _user_line(error.__traceback__)
     place = f"\nIn your model:\n{where}" if where else ""
-    return RuntimeError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
+    return TraceError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
 
 
 def not_a_tuple(inputs: Any) -> TypeError:
@@ -94,7 +94,7 @@ def not_a_tuple(inputs: Any) -> TypeError:
     return TypeError(f"example_inputs must be a tuple of the model's inputs, got {type(inputs).__name__}: {remedy}.")
 
 
-def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RuntimeError | None:
+def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TraceError | None:
     """Return the error to raise where the model does not run on its inputs at all, whether exported or not.
 
     The forward works on copies of the buffers, so that the model stays as it was.
@@ -106,7 +106,7 @@ def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     except Exception as error:
         where = _user_line(error.__traceback__)
         place = f"\nIn your model:\n{where}" if where else ""
-        return RuntimeError(
+        return TraceError(
             f"The model does not run on its inputs ({_described(args, kwargs)}): {type(error).__name__}: "
             f"{_first_lines(str(error)) or 'no message'}{place}\nCheck that the float model runs on them: shapes, "
             f"dtypes, the device, and how many there are.{inputs_by_name(model, args)}"

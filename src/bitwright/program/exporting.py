@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from bitwright._utils.call_frames import captured_again_if_corrected
+from bitwright.errors import TraceError
 
 from .export_errors import unknown_class
 from .input_shapes import each_input_named
@@ -38,7 +39,7 @@ def exported(
         options: of ``torch.export.export``.
 
     Raises:
-        RuntimeError: the model registers buffers in every call.
+        TraceError: the model registers buffers in every call.
         InputShapesError: the dynamic shapes do not have one for each input.
         UnknownClassError: an input or output is of a class that ``torch.export`` does not know.
     """
@@ -49,7 +50,7 @@ def exported(
                 model(*args, **kwargs)
             program, registered = _captured(model, args, kwargs, options)
     if registered:
-        raise RuntimeError(
+        raise TraceError(
             f"The model registers a buffer, {registered[0]!r}, whenever it is called, which torch.export cannot "
             "capture. Register it in __init__, or keep the tensor in a local variable."
         )

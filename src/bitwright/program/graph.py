@@ -55,7 +55,7 @@ def capture_graph(
         The graph module, and the program; an op's ``handle`` is its node in that module's graph.
 
     Raises:
-        RuntimeError: the model cannot be exported; says why, in which line of the model, and what to do.
+        TraceError: the model cannot be exported; says why, in which line of the model, and what to do.
     """
     captured = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
     module = unlift(captured, model)

@@ -15,6 +15,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
+from bitwright.errors import TraceError
+
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .input_check import Dimension, InputCheck, InputShape
 
@@ -34,12 +36,12 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     States keep all names that they have in ``model``, used or not, so that its state_dict fits.
 
     Raises:
-        RuntimeError: the graph reads a state that has the name of something that graph modules need themselves.
+        TraceError: the graph reads a state that has the name of something that graph modules need themselves.
     """
     plainly = _is_plain(exported)
     lost = reserved_state(exported, RESERVED_NAMES) if plainly else reserved_state(exported)
     if lost is not None:
-        raise RuntimeError(
+        raise TraceError(
             f"The model's attribute {lost.partition('.')[0]!r} (it holds {lost!r}) cannot stay in a graph: torch.fx's "
             "graph modules have something of their own under that name. Rename the attribute, or set "
             'execution_mode="eager" in the QuantizerConfig, which needs no graph.'

@@ -126,7 +126,8 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: graph mode, and the model is prepared already; or the model's forward raised.
+            RuntimeError: graph mode, and the model is prepared already.
+            TraceError: the model's forward raised, or ``torch.export`` cannot capture the model (graph mode).
         """
         example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
         if self._is_model_prepared(self._model) and not self._is_prepared_by_others(self._model, _is_quantizers):

@@ -11,7 +11,7 @@ from torch import nn
 
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.errors import UnplannedCallWarning
+from bitwright.errors import TraceError, UnplannedCallWarning
 from bitwright.planning import Plan
 from bitwright.planning.eager import plan_eager_quantization
 from bitwright.planning.simulated_states import trace_weights
@@ -115,7 +115,7 @@ def _run_once(model: nn.Module, insertion: Insertion, example: ExampleInputs) ->
     Warns of those that the forward passes by: without them it has taken another path.
 
     Raises:
-        RuntimeError: the forward raised, which it does not without simulators.
+        TraceError: the forward raised, which it does not without simulators.
     """
     activations = {id(one): one for one, placement in insertion.simulators if placement.state is None}
     if not activations:
@@ -130,7 +130,7 @@ def _run_once(model: nn.Module, insertion: Insertion, example: ExampleInputs) ->
         with torch.no_grad():
             model(*example.args, **example.kwargs)
     except Exception as error:
-        raise RuntimeError(
+        raise TraceError(
             f"The model raised {type(error).__name__} once its weights had simulators: {error}. {_OTHER_PATHS}"
         ) from error
     finally:
