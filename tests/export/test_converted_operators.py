@@ -125,6 +125,10 @@ LACKED = {
         + torch.addmv(x[0, 0, :, 0], x[0, 0], x[0, 0, 0])[:, None] + torch.addbmm(x[0, 0], x[0, :, :, :8], x[1])
         + F.bilinear(x, x.flip(0), torch.ones(10, 10, 10) / 10, torch.ones(10)) + torch.dist(x, x.flip(0))
     ),
+    "numbers less integers, and divided by them": lambda x: (
+        (1.5 - (x * 9).int()) * x + torch.rsub((x * 9).int(), 1, alpha=2) + torch.rsub(x, 0.5, alpha=3)
+        + 7.5 // ((x * 9).int() * 2 + 1) + (x * 9).long() // 1.5
+    ),
     "places of the smallest": lambda x: F.one_hot(x.argmin(1), 10).movedim(-1, 1)[:, :4, :, :10] + x.argmin() * x,
     "sorts and quantiles": lambda x: torch.msort(x) + torch.quantile(x, 0.3, -1, True) + x.nanquantile(0.8, 1, True),
 }  # fmt: skip

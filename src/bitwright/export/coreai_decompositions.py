@@ -482,6 +482,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
     _aten.remainder.Scalar: _remainder_of_number,
+    _aten.floor_divide.default: LACKING[_aten.floor_divide.default],
     _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,
     _aten.as_strided.default: _as_strided,

@@ -75,6 +75,26 @@ def _hypot(x: Tensor, other: Tensor) -> Tensor:
     return torch.where(largest == math.inf, largest, largest * torch.sqrt(1 + ratio * ratio))
 
 
+def _number_less(x: Tensor, other: float, alpha: float = 1) -> Any:
+    """``other - alpha * x``, where PyTorch changes the dtype of ``x``, or multiplies it."""
+    dtype = torch.result_type(x, other)
+    if dtype == x.dtype and alpha == 1:
+        return NotImplemented
+    return torch.sub(torch.full([], other, dtype=dtype, device=x.device), x, alpha=alpha)
+
+
+def _whole_quotient(x: Any, other: Any) -> Any:
+    """``//`` with a number on one side."""
+    if isinstance(x, Tensor) and isinstance(other, Tensor):
+        return NotImplemented
+    dtype = torch.result_type(x, other)
+    x, other = (
+        one.to(dtype) if isinstance(one, Tensor) else torch.full([], one, dtype=dtype, device=device)
+        for one, device in ((x, getattr(other, "device", None)), (other, getattr(x, "device", None)))
+    )
+    return torch.div(x, other, rounding_mode="floor")
+
+
 def log_of_sum(x: Tensor, other: Tensor) -> Tensor:
     """``logaddexp``, and where both are the same infinity that."""
     largest, smallest = torch.maximum(x, other), torch.minimum(x, other)
@@ -284,12 +304,14 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.cummax.default: _running_extreme(torch.ge),
     _aten.cummin.default: _running_extreme(torch.le),
     _aten.cumprod.default: _running_product,
+    _aten.floor_divide.default: _whole_quotient,
     _aten.fmax.default: _largest_number,
     _aten.fmin.default: _smallest_number,
     _aten.hypot.default: _hypot,
     _aten.kthvalue.default: _kth,
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
+    _aten.rsub.Scalar: _number_less,
     _aten.searchsorted.Scalar: places_in_order,
     _aten.searchsorted.Tensor: places_in_order,
 }
