@@ -349,6 +349,52 @@ class TestFailure:
         with pytest.raises(TraceError, match="ZeroDivisionError"):
             capture_graph(Lambda(lambda s, x: x / (1 // 0)), (torch.randn(2),))
 
+    def test_inputs_that_only_a_real_forward_refuses_are_described(self) -> None:
+        """A capture does not read indices, so that it is the forward of the example inputs that fails."""
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)).eval()
+        quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="graph"))
+        with pytest.raises(TraceError, match=r"does not run on its inputs \(int64\[1\] on cpu\): IndexError"):
+            quantizer.prepare((torch.tensor([7]),))
+
+
+class Neighbours(nn.Module):
+    """Lays each row beside the next one, a slice that has one row where there are two."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        both = torch.cat([x, F.pad(x[:, 1:], (0, 0, 0, 1))], -1)
+        return both if other is None else both + other[:, ::2]
+
+
+class TestSizesOfParts:
+    """A part of a dynamic size may be 1 where torch.export takes it for another number."""
+
+    @pytest.mark.parametrize("least", [None, 1, 3])
+    def test_part_of_a_size_may_be_one(self, least: int | None) -> None:
+        """The graph has all sizes that were asked for, from 2 on, and computes what the model does."""
+        size = torch.export.Dim("s", min=least, max=32)
+        graph, _ = capture_graph(Neighbours(), (torch.randn(2, 8, 4),), dynamic_shapes=({1: size},))
+        for rows in {2, 3, 32} - ({2} if least == 3 else set()):
+            x = torch.randn(2, rows, 4)
+            assert torch.equal(graph(x), Neighbours()(x))
+
+    def test_sizes_that_depend_on_one_another_stay_so(self) -> None:
+        """A multiple of the size begins with that of its least."""
+        size = torch.export.Dim("s", max=32)
+        shapes = {"x": {1: size}, "other": {1: 2 * size}}
+        graph, _ = capture_graph(Neighbours(), (torch.randn(2, 8, 4), torch.randn(2, 16, 8)), dynamic_shapes=shapes)
+        x, other = torch.randn(2, 2, 4), torch.randn(2, 4, 8)
+        assert torch.equal(graph(x, other), Neighbours()(x, other))
+
+    def test_what_the_model_itself_asks_is_refused(self) -> None:
+        """A branch on whether there is one row would be lost."""
+
+        def branch(s: Lambda, x: torch.Tensor) -> torch.Tensor:
+            return x[:, 1:] * 5 if x[:, 1:].shape[1] == 1 else x[:, 1:] + 1
+
+        shapes = (({1: torch.export.Dim("s", max=32)},),)
+        with pytest.raises(TraceError, match="Constraints violated"):
+            capture_graph(Lambda(branch), (torch.randn(2, 8),), dynamic_shapes=shapes)
+
 
 def test_the_model_is_left_alone() -> None:
     """Modes, buffers, hooks and random state are as before."""

@@ -23,7 +23,7 @@ from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightError, BitwrightWarning, TraceError
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
-from bitwright.program.export_errors import UnknownClassError, not_a_tuple, unknown_class
+from bitwright.program.export_errors import UnknownClassError, not_a_tuple, sizes_refused, unknown_class
 from bitwright.program.exporting import exported
 from bitwright.program.unlift import reserved_state
 
@@ -197,10 +197,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _sizes_remedy(error: Exception) -> str | None:
     """What to do where a program does not hold for all sizes that ``dynamic_shapes`` has, with what torch suggests."""
-    said = next((text for text in map(str, _chain(error)) if "Constraints violated" in text), None)
-    if said is None:
+    refusal = next(filter(sizes_refused, _chain(error)), None)
+    if refusal is None:
         return None
-    _, _, fixes = said.partition("Suggested fixes:")
+    _, _, fixes = str(refusal).partition("Suggested fixes:")
     suggested = "; ".join(itertools.takewhile(lambda line: " = " in line, map(str.strip, fixes.strip().splitlines())))
     return (
         "The program holds for fewer sizes than dynamic_shapes has: give those that it holds for"

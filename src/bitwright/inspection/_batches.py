@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from bitwright.program.export_errors import forward_problem
-
 from ._probe import Inputs
 
-__all__ = ["batches_of", "blaming_inputs", "inputs_of"]
+__all__ = ["batches_of", "inputs_of"]
 
 
 def inputs_of(batch: Any, model: nn.Module) -> Inputs:
@@ -51,22 +48,6 @@ def batches_of(data: Any, limit: int | None = None) -> Iterator[Any]:
         yield batch
     if not count:
         raise ValueError("data is empty: pass at least one batch of inputs. An iterator that was used up is empty too.")
-
-
-@contextmanager
-def blaming_inputs(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Where the block fails, and the float model alone fails on these inputs too, say that instead.
-
-    Raises:
-        TraceError: the model does not run on the inputs; describes them.
-    """
-    try:
-        yield
-    except Exception as error:
-        problem = forward_problem(model, inputs.args, inputs.kwargs)
-        if problem is None or str(problem) == str(error):
-            raise
-        raise problem from error
 
 
 def _positional(model: nn.Module) -> int | None:

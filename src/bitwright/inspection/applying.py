@@ -15,8 +15,9 @@ from bitwright.common import ExportBackend
 from bitwright.config import CompressionConfig
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
+from bitwright.program.export_errors import blaming_inputs
 
-from ._batches import batches_of, blaming_inputs, inputs_of
+from ._batches import batches_of, inputs_of
 from ._probe import Inputs
 from .fidelity import Progress
 
@@ -68,7 +69,7 @@ def compressor_for(model: nn.Module, config: CompressionConfig[Any]) -> Any:
 
 def plan_config(model: nn.Module, config: CompressionConfig[Any], example: Inputs) -> Plan:
     """Return what applying a configuration would do; the model is not changed."""
-    with blaming_inputs(model, example):
+    with blaming_inputs(model, example.args, example.kwargs):
         plan: Plan = compressor_for(model, config).plan(example.args, example_kwargs=example.kwargs)
     return plan
 
@@ -112,7 +113,7 @@ def apply_configs(
         options: dict[str, Any] = {"example_kwargs": example.kwargs, "strict": strict}
         if getattr(config, "execution_mode", None) == "graph":
             options["dynamic_shapes"] = _any_batch(example)
-        with blaming_inputs(model, example):
+        with blaming_inputs(model, example.args, example.kwargs):
             compressor, current = _prepared(compressor, config, example, options)
         plan = compressor.applied_plan if hasattr(compressor, "applied_plan") else compressor._plan
         if _needs_data(plan):
@@ -157,7 +158,7 @@ def _calibrate(compressor: Any, model: nn.Module, batches: Any, signature: nn.Mo
         for number, batch in enumerate(batches_of(batches), 1):
             say(f"calibrating: batch {number}")
             inputs = inputs_of(batch, signature)
-            with blaming_inputs(signature, inputs):
+            with blaming_inputs(signature, inputs.args, inputs.kwargs):
                 model(*inputs.args, **inputs.kwargs)
 
 

@@ -11,9 +11,10 @@ from torch import fx, nn
 
 from bitwright._utils.free_memory import FreeMemory
 from bitwright._utils.module_mode import module_mode
+from bitwright.program.export_errors import blaming_inputs
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from ._batches import batches_of, blaming_inputs, inputs_of
+from ._batches import batches_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._evidence import Evidence, activation_evidence, problems_of, usual_evidence, weight_evidence
 from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
@@ -83,7 +84,7 @@ def compare(
         feed = batches_of(data, batches)
         first = next(feed)
         example = inputs_of(first, float_model)
-        with blaming_inputs(float_model, example):
+        with blaming_inputs(float_model, example.args, example.kwargs):
             probe = make_probe(float_model, compressed_model, example)
         survey = Survey(probe, float_model, metric, output_batches, progress or (lambda _: None))
         stack.enter_context(survey.watch_activations())
@@ -162,7 +163,7 @@ class Survey:
         """Run both models on a batch."""
         self.progress(f"batch {self.batches + 1}")
         inputs = inputs_of(batch, self.model)
-        with blaming_inputs(self.model, inputs):
+        with blaming_inputs(self.model, inputs.args, inputs.kwargs):
             reference, compressed = self.probe.run(inputs, self._on_layer)
         self.outputs.add(reference, compressed, batch)
         if self.batches < self.output_batches:

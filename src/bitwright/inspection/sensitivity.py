@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from bitwright.config import CompressionConfig
+from bitwright.program.export_errors import blaming_inputs
 
-from ._batches import batches_of, blaming_inputs, inputs_of
+from ._batches import batches_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
@@ -172,7 +173,7 @@ def sweep(
 
 def _run(model: nn.Module, batch: Any) -> Any:
     inputs = inputs_of(batch, model)
-    with blaming_inputs(model, inputs):
+    with blaming_inputs(model, inputs.args, inputs.kwargs):
         return model(*inputs.args, **inputs.kwargs)
 
 

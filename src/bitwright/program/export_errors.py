@@ -6,7 +6,8 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bitwright.errors import BitwrightError, TraceError
 
-__all__ = ["UnknownClassError", "export_failure", "forward_problem", "inputs_by_name", "not_a_tuple", "unknown_class"]
+__all__ = [
+    "UnknownClassError",
+    "blaming_inputs",
+    "export_failure",
+    "forward_problem",
+    "inputs_by_name",
+    "not_a_tuple",
+    "sizes_refused",
+    "unknown_class",
+]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -84,6 +94,11 @@ def export_failure(error: BaseException) -> TraceError:
     return TraceError(f"torch.export could not capture the model: {type(error).__name__}: {cause}{place}\n{_HINTS}")
 
 
+def sizes_refused(error: BaseException) -> bool:
+    """Whether ``torch.export`` says that a program does not hold for all sizes of ``dynamic_shapes``."""
+    return "Constraints violated" in str(error)
+
+
 def not_a_tuple(inputs: Any) -> TypeError:
     """Return the error to raise for example inputs that are no tuple; says how to pass what was given."""
     remedy = "wrap it as (x,)"
@@ -112,6 +127,22 @@ def forward_problem(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
             f"dtypes, the device, and how many there are.{inputs_by_name(model, args)}"
         )
     return None
+
+
+@contextmanager
+def blaming_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Where the block fails, and the float model alone fails on these inputs too, say that instead.
+
+    Raises:
+        TraceError: the model does not run on the inputs; describes them.
+    """
+    try:
+        yield
+    except Exception as error:
+        problem = forward_problem(model, args, kwargs)
+        if problem is None or str(problem) == str(error):
+            raise
+        raise problem from error
 
 
 def inputs_by_name(model: nn.Module, args: Sequence[Any]) -> str:

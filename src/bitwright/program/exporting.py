@@ -5,6 +5,7 @@ They keep results of earlier calls, such as tables of positions, in themselves, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.dynamic_shapes import _DerivedDim
+from torch.fx.experimental import _config
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils._pytree import tree_map_only
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.errors import TraceError
 
-from .export_errors import unknown_class
+from .export_errors import sizes_refused, unknown_class
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
 
@@ -61,7 +65,7 @@ def _captured(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
     """A program, and the names of buffers that the model registered for the first time."""
-    capture = partial(torch.export.export, model, tuple(args), dict(kwargs), **options)
+    capture = partial(_capture, model, tuple(args), dict(kwargs), options)
     with without_fake_tensors(model), _registrations(model) as registered:
         try:
             program = captured_again_if_corrected(capture)
@@ -71,6 +75,36 @@ def _captured(
                 raise
             raise unknown from error
     return program, registered
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
+) -> torch.export.ExportedProgram:
+    """A program from ``torch.export``, asked twice where it refuses sizes for what it assumed of them.
+
+    It takes every size for another one than 1, and refuses those for which that is wrong: ``x[:, 1:]`` may not have one
+    row. The second time it leaves that open, as for sizes that depend on values, and refuses only what the model itself
+    asks. The least size is 2, as it is the first time.
+    """
+    try:
+        return torch.export.export(model, args, kwargs, **options)
+    except Exception as error:
+        if not sizes_refused(error):
+            raise
+        shapes = tree_map_only(torch.export.Dim, _from_two, options["dynamic_shapes"])
+        patched = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        with patched, contextlib.suppress(Exception):
+            return torch.export.export(model, args, kwargs, **{**options, "dynamic_shapes": shapes})
+        raise
+
+
+def _from_two(size: Any) -> Any:
+    """A dynamic size that begins with 2, or later; of several that depend on one, that one does."""
+    if isinstance(size, _DerivedDim):
+        return _DerivedDim(size.__name__, _from_two(size.root), size.fn)
+    if type(size) is not torch.export.Dim or size.min >= 2 or size.max <= 2:
+        return size
+    return torch.export.Dim(size.__name__, min=2, max=size.max)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.planning import Plan
 from bitwright.planning.graph import GraphDecisions, boundary_paths, plan_graph_quantization
+from bitwright.program.export_errors import blaming_inputs
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
 from bitwright.quantization._engine import Engine, ExampleInputs
@@ -95,7 +96,8 @@ class GraphEngine(Engine):
         with collector_paused():
             insertion.run()
             annotate(module, decisions)
-            initialise(module, self.program, example)
+            with blaming_inputs(self.model, example.args, example.kwargs):  # a capture does not read indices
+                initialise(module, self.program, example)
             insertion.join_ranges()
             cut_gradients_between_calls(module, self.program)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
