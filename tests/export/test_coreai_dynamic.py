@@ -119,3 +119,29 @@ def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp
     monkeypatch.setattr("asyncio.run", refuse)
     with pytest.raises(BitwrightError, match=r"coreai\.batch_matmul.*write the float model with other operators"):
         run_coreai(tmp_path, ())
+
+
+class Positions(nn.Module):
+    """Adds the last rows of a table, and neighbours: the larger of two sizes, and parts of one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(64, 4))
+
+    def forward(self, x):
+        y = self.layer(x) + self.table[max(0, 64 - x.shape[1]) :]
+        return (y + nn.functional.pad(y[:, 1:], (0, 0, 0, 1))) * torch.ones(max(x.shape[1] - 3, 2)).sum()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_sizes_are_computed_from_sizes(mode, tmp_path):
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 8, 4), ({1: torch.export.Dim("s", max=32)},)
+    quantizer = Quantizer(Positions().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {})).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
+    for rows in (2, 5, 32):
+        x = torch.randn(2, rows, 4)
+        with torch.no_grad():
+            assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -163,6 +164,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     _tell_of_states(program)
     give_parameters(program.graph)
     keep_casts(program.graph)
+    _largest_of_smallest(program.graph)
     _widen_halves(program.graph_module)
     keep_products_apart(program.graph)
     program.graph_module.recompile()
@@ -197,6 +199,21 @@ def _stored(program: torch.export.ExportedProgram, buffer: str) -> torch.Tensor:
         stored = program.constants[buffer]
     values: torch.Tensor = stored
     return values
+
+
+def _largest_of_smallest(graph: torch.fx.Graph) -> None:
+    """Write the larger of two sizes with the smaller one, in place; coreai-torch has that alone."""
+    for node in graph.find_nodes(op="call_function", target=torch.sym_max):
+        one, other = node.args
+        values = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in (one, other)]
+        with graph.inserting_before(node):
+            total = graph.call_function(operator.add, (one, other))
+            smaller = graph.call_function(torch.sym_min, (one, other))
+            larger = graph.call_function(operator.sub, (total, smaller))
+        total.meta, smaller.meta = {"val": values[0] + values[1]}, {"val": torch.sym_min(*values)}  # type: ignore[no-untyped-call]
+        larger.meta = dict(node.meta)
+        node.replace_all_uses_with(larger)
+        graph.erase_node(node)
 
 
 def _widen_halves(module: torch.fx.GraphModule) -> None:
