@@ -46,6 +46,12 @@ WRITES = {
     "scattered, fewer places than elements": lambda x, i: x.scatter(1, i[..., None], ROWS[:5, :1].expand(2, 5, 1)),
     "scattered, fewer places than values": lambda x, i: x.scatter(1, i[:, :1, None].expand(2, 1, 4), x * 2),
     "scattered, multiplied": lambda x, i: x.scatter(-1, i[:, :2, None].clamp(max=3), x.flip(1), reduce="multiply"),
+    "scattered in one number": lambda x, i: (
+        x * x.mean().scatter(0, i[0, 0] * 0, 0.5)
+        + x.sum().scatter(0, i[:1, 1] * 0, x[0, 0, :1], reduce="add")
+        + x.max().scatter(0, i[0, 0] * 0, x[0, 1, 0])
+        + x.amax().scatter_add(0, i[0, 0] * 0, x[1, 0, 0])
+    ),
     "scattered nowhere": lambda x, i: x.scatter(1, i[:, :0, None], 0.5),
     "where something holds": lambda x, i: _set(x, x > 0, 0.5),
     "rows of a mask, a row": lambda x, i: _set(x, i > 0, ROWS[2]),

@@ -93,7 +93,12 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor, **reduce: Any) -> Any:
-    """``torch.scatter`` with fewer places than values or elements, which coreai-torch refuses; none end the process."""
+    """``torch.scatter`` with fewer places than values or elements, which coreai-torch refuses; none end the process.
+
+    A tensor without dimensions is one with a single place.
+    """
+    if not x.dim():
+        return _aten.scatter(x.reshape(1), 0, index.reshape(-1), src.reshape(-1), **reduce).reshape([])
     dims = range(index.dim())
     if any(isinstance(size, int) and size == 0 for size in index.shape):
         return _aten.alias.default(x)
