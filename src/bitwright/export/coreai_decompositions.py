@@ -14,6 +14,7 @@ from torch._decomp import decomposition_table
 from .coreai_convolutions import transposed_in_pictures
 from .dimensions import for_each_dimension
 from .lacking import LACKING, equal_windows, log_of_sum
+from .lacking_basics import LACKING_BASICS
 
 __all__ = ["RIGHT_IN_COREAI"]
 
@@ -487,6 +488,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
     _aten.remainder.Scalar: _remainder_of_number,
+    _aten.embedding_bag.padding_idx: LACKING_BASICS[_aten.embedding_bag.padding_idx],
     _aten.floor_divide.default: LACKING[_aten.floor_divide.default],
     _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,

@@ -14,6 +14,8 @@ from .lacking import composed, is_negative, log_of_sum, places_in_order, scanned
 __all__ = ["LACKING_BASICS"]
 
 _aten = torch.ops.aten
+_MEAN, _LARGEST = 1, 2
+"""Modes of ``embedding_bag``."""
 
 
 def _norm_of_difference(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
@@ -90,6 +92,40 @@ def _bilinear(one: Tensor, two: Tensor, weight: Tensor, bias: Tensor | None = No
     return result if bias is None else result + bias
 
 
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Rows are gathered and added up at their bags. Of the results, nothing reads those behind the first."""
+    indices, offsets = indices.long(), (offsets[:-1] if include_last_offset else offsets).long()
+    count, bags, dtype = indices.shape[0], offsets.shape[0], weight.dtype
+    rows = torch.embedding(weight, indices)
+    rows = rows.float() if rows.itemsize < 4 else rows
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    # The bag of a position: how many bags begin at it or before it. An empty one at the end begins behind all of them.
+    begins = offsets.new_zeros(count + 1).scatter_add(0, offsets, torch.ones_like(offsets))
+    bag = begins.cumsum(0)[:count] - 1
+    counted = indices != (-1 if padding_idx is None else padding_idx)
+    sizes = rows.new_zeros(bags).scatter_add(0, bag, counted.to(rows.dtype)).unsqueeze(1)
+    if mode == _LARGEST:
+        belongs = (bag == torch.arange(bags, device=bag.device).unsqueeze(1)) & counted
+        largest = torch.where(belongs.unsqueeze(-1), rows, -math.inf).amax(1)
+        result = torch.where(sizes > 0, largest, torch.zeros_like(largest))
+    else:
+        rows = torch.where(counted.unsqueeze(1), rows, torch.zeros_like(rows))
+        result = rows.new_zeros(bags, rows.shape[1]).scatter_add(0, bag.unsqueeze(1).expand_as(rows), rows)
+        result = result / sizes.clamp(min=1) if mode == _MEAN else result
+    return result.to(dtype), bag, sizes, sizes
+
+
 def _shifted_left(x: Tensor, bits: int) -> Tensor:
     shifted: Tensor = x * 2**bits
     return shifted
@@ -115,6 +151,7 @@ LACKING_BASICS: dict[Any, Callable[..., Any]] = {
     _aten.bilinear.default: _bilinear,
     _aten.bucketize.Tensor: _bucket,
     _aten.dist.default: _norm_of_difference,
+    _aten.embedding_bag.padding_idx: _embedding_bag,
     _aten.exp2.default: _power_of_two,
     _aten.ldexp.Tensor: lambda x, exponent: x * _power_of_two(exponent),
     _aten.logaddexp2.default: _log_of_sum_of_powers_of_two,

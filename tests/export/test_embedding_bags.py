@@ -1,4 +1,4 @@
-"""Embedding bags in ONNX files, which torch itself writes as loops that ONNX Runtime refuses now and then."""
+"""Embedding bags, which torch.onnx writes as loops that ONNX Runtime refuses now and then, and which others lack."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
-from bitwright.export.onnx import export_onnx, run_onnx
+from bitwright.export.operators import check_operators
+from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 FORMS = ("bags of one length", "offsets", "factors", "offsets and factors")
@@ -44,24 +42,36 @@ def _inputs(form, last):
     return (flat.int(), offsets.int(), torch.rand(12)) if "factors" in form else (flat, offsets)
 
 
-@pytest.mark.parametrize(("how", "form", "padding_idx", "last"), CASES)
-def test_embedding_bags(how, form, padding_idx, last, tmp_path):
+FEW = [case for case in CASES if case[2:] in ((3, False), (None, True)) and case[1] != "offsets and factors"]
+
+
+@pytest.mark.parametrize(
+    ("target", "how", "form", "padding_idx", "last"),
+    [("onnx", *case) for case in CASES] + [(target, *case) for target in ("coreai", "executorch") for case in FEW],
+)
+def test_embedding_bags(target, how, form, padding_idx, last, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
     torch.manual_seed(0)
     model, inputs = Bags(how, padding_idx, last).eval(), _inputs(form, last)
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(inputs)
-    path = export_onnx(ready, inputs, tmp_path / "m.onnx")
-    found = run_onnx(path, tuple(one for one in inputs if one is not None))
+    path = TARGETS[target].write(ready, inputs, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
+    found = TARGETS[target].run(path, tuple(one for one in inputs if one is not None))
     for expected, output in zip(ready(*inputs), found, strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bags_of_several_numbers(tmp_path):
+@pytest.mark.parametrize("target", ["onnx", "coreai"])
+def test_bags_of_several_numbers(target, tmp_path):
     """With dynamic shapes as many bags and indices as one likes."""
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
     torch.manual_seed(0)
     model, inputs = Bags("mean", None, False).eval(), _inputs("offsets", False)
-    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(inputs)
     free = {0: torch.export.Dim.DYNAMIC}
-    path = export_onnx(ready, inputs, tmp_path / "m.onnx", dynamic_shapes=(free, free))
+    assert not check_operators(model, target, inputs, dynamic_shapes=(free, free))
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare(inputs)
+    path = TARGETS[target].write(ready, inputs, tmp_path / f"m{TARGETS[target].suffix}", {}, (free, free))
     others = torch.randint(0, 12, (20,)), torch.tensor([0, 4, 17])
-    for expected, output in zip(ready(*others), run_onnx(path, others), strict=True):
+    for expected, output in zip(ready(*others), TARGETS[target].run(path, others), strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
