@@ -79,7 +79,8 @@ class MagnitudePruner(WeightCompressor):
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: the model is pruned already, or its forward raised.
+            RuntimeError: the model is pruned already.
+            TraceError: the model's forward raised.
         """
         self._insert_planned(example_inputs, example_kwargs, strict, target)
         return self._model

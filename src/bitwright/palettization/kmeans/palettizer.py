@@ -105,7 +105,8 @@ class KMeansPalettizer(WeightCompressor):
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: the model is palettized already, its forward raised, or a weight cannot be clustered.
+            RuntimeError: the model is palettized already, or a weight cannot be clustered.
+            TraceError: the model's forward raised.
             ValueError: ``num_workers`` below 1, or a sensitivity of another shape than its weight.
         """
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
