@@ -385,6 +385,20 @@ class TestSizesOfParts:
         x, other = torch.randn(2, 2, 4), torch.randn(2, 4, 8)
         assert torch.equal(graph(x, other), Neighbours()(x, other))
 
+    def test_what_only_one_row_would_change_is_settled(self) -> None:
+        """XLNet's shift by one row, whose reshape asks for ``(2 * s - 1) % s != 0``: the size itself begins with 2."""
+
+        def shifted(s: Lambda, x: torch.Tensor) -> torch.Tensor:
+            rows = x.shape[1]
+            pairs = x[:, :, None] * torch.cat([x, x], 1)[:, None]
+            return pairs.reshape(2, 2 * rows, rows)[:, 1:].reshape(2, rows, 2 * rows - 1)
+
+        size = torch.export.Dim("s", max=32)
+        graph, _ = capture_graph(Lambda(shifted), (torch.randn(2, 8),), dynamic_shapes=(({1: size},),))
+        for rows in (2, 3, 32):
+            x = torch.randn(2, rows)
+            assert torch.equal(graph(x), Lambda(shifted)(x))
+
     def test_what_the_model_itself_asks_is_refused(self) -> None:
         """A branch on whether there is one row would be lost."""
 
