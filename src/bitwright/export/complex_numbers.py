@@ -13,6 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .constants import add_constant, compute_beforehand, remove_constant
+from .decomposing import decomposed
 from .graph_edits import argument, call, replace
 from .lacking import composed
 
@@ -83,11 +84,11 @@ def _in_primitives(program: ExportedProgram) -> ExportedProgram:
         getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         for node in calls_on_complex_numbers(program)
     ):
-        program = program.run_decompositions({})
+        program = decomposed(program, {})
     known: set[Any] = set()
     while made := {node.target for node in calls_on_complex_numbers(program) if _is_made(node.target)} - known:
         known |= made
-        program = program.run_decompositions({op: composed(op) for op in made})
+        program = decomposed(program, {op: composed(op) for op in made})
     return program
 
 

@@ -33,6 +33,7 @@ from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
 from .coreai_runtime import run_coreai
+from .decomposing import decomposed
 from .devices import all_on_cpu
 from .experts import spell_out_experts
 from .extras import require
@@ -142,11 +143,11 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     spell_out_dynamic_sorts(program.graph_module)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
     with converting("torch.export"):
-        program = program.run_decompositions(table)
+        program = decomposed(program, table)
     with contextlib.suppress(Exception):  # of PyTorch's decompositions, some of which fail: the operators are lacking
         while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
             table |= more
-            program = program.run_decompositions(table)
+            program = decomposed(program, table)
     for assertion in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         erase_with_what_it_reads(assertion)  # coreai-torch leaves what it reads, such as places in memory
     spell_out_places(program.graph_module)

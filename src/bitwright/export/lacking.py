@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .decomposing import decomposed
+
 __all__ = [
     "LACKING",
     "composed",
@@ -40,7 +42,7 @@ def without_lacking(
     if not before:
         return None
     with contextlib.suppress(Exception):  # of torch's, for sizes that depend on values: the operators are lacking
-        written = program.run_decompositions(table)
+        written = decomposed(program, table)
         return written if _calls(written, table) < before else None
     return None
 

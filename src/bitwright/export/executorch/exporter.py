@@ -26,6 +26,7 @@ from bitwright.export.conversion import (
     places_by_operator,
     refuse_missing,
 )
+from bitwright.export.decomposing import decomposed
 from bitwright.export.devices import all_on_cpu
 from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
@@ -225,7 +226,7 @@ def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:
     """Module paths by operator, of those that ExecuTorch has no name for."""
     verifier = importlib.import_module("executorch.exir.verification.verifier").EXIRATenDialectVerifier()
     asserts = importlib.import_module("executorch.exir.passes.remove_graph_asserts_pass")
-    core = program.run_decompositions().graph_module
+    core = decomposed(program).graph_module
     asserts.RemoveNonCoreAtenOpGraphAssertsPass()(core)  # as ExecuTorch does before it asks
 
     def is_unknown(node: torch.fx.Node) -> bool:

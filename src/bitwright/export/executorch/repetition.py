@@ -13,6 +13,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import _PyTreeCodeGen
 
+from bitwright._utils.replacing import replaced
+
 __all__ = ["less_repetition"]
 
 _TRACEBACK = "torch.fx.traceback"
@@ -32,10 +34,10 @@ def less_repetition() -> Iterator[None]:
     tensors; the graph has the results of that already.
     """
     with (
-        _replaced(_module(_SDPA), "get_graphs", _kept),
-        _replaced(_module(_TRACEBACK), "copy", _sharing),
-        _replaced(fx.GraphModule, "recompile", _when_called),
-        _replaced(_module(_VERIFIER), "EdgeOpArgValidator", _reading),
+        replaced(_module(_SDPA), "get_graphs", _kept),
+        replaced(_module(_TRACEBACK), "copy", _sharing),
+        replaced(fx.GraphModule, "recompile", _when_called),
+        replaced(_module(_VERIFIER), "EdgeOpArgValidator", _reading),
     ):
         yield
 
@@ -45,20 +47,6 @@ def _module(name: str) -> Any:
     with contextlib.suppress(ImportError):
         return importlib.import_module(name)
     return None
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """Put something else in the place of an attribute; nothing where there is none."""
-    before = getattr(owner, name, None)
-    if before is None:
-        yield
-        return
-    setattr(owner, name, stand_in(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @functools.cache
