@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.quantization import Quantizer
+from tests.matrix import each_value
 from tests.quantization.qat.networks import MODES, make_config
 
 
@@ -63,9 +64,7 @@ def train(name: str, mode: str, kind: str, compiled: bool) -> tuple[dict[str, to
     return found, {k: v.detach().clone() for k, v in prepared.state_dict().items() if torch.is_tensor(v)}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["plain", "lsq"])
-@pytest.mark.parametrize("name", ["gru", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "kind", "mode"), each_value(list(MODELS), ["plain", "lsq"], MODES))
 def test_compiled_steps_are_those_without(name: str, mode: str, kind: str) -> None:
     """Outputs, gradients, weights and ranges agree, in eager mode and in graph mode."""
     for expected, found in zip(train(name, mode, kind, False), train(name, mode, kind, True), strict=True):

@@ -15,6 +15,7 @@ from bitwright.export.conversion import ConversionError
 from bitwright.export.operators import check_operators
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.export.models import Functions, assert_alike, together
 from tests.measures import sqnr
 
 CASES = {
@@ -168,10 +169,6 @@ _MANY_OPERATORS = {
 """What becomes hundreds of them: each takes as long as ten others, and is left to `make test-all`."""
 
 
-def _case(target, name):
-    return pytest.param(target, name, marks=[pytest.mark.slow] if name in _MANY_OPERATORS[target] else [])
-
-
 class Model(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -181,28 +178,30 @@ class Model(nn.Module):
         return self.function(self.layer(x))
 
 
+def _cases(target, names):
+    """Several operators in one program; not for ExecuTorch, whose time is that of its operators."""
+    few = [name for name in names if name not in _MANY_OPERATORS[target]]
+    groups = [pytest.param([name], id=name) for name in few] if target == "executorch" else together(few)
+    many = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in _MANY_OPERATORS[target]]
+    return [pytest.param(target, *case.values, id=f"{target}-{case.id}", marks=case.marks) for case in groups + many]
+
+
 @pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        *(_case("onnx", name) for name in CASES | LACKED | ONNX_ONLY),
-        *(_case("executorch", name) for name in CASES | LACKED),
-        *(_case("coreai", name) for name in LACKED),
-    ],
+    ("target", "names"),
+    _cases("onnx", CASES | LACKED | ONNX_ONLY) + _cases("executorch", CASES | LACKED) + _cases("coreai", LACKED),
 )
-def test_right_in_the_runtime(target, name, tmp_path):
+def test_right_in_the_runtime(target, names, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(f"needs {target}")
     torch.manual_seed(0)
     x = torch.randn(2, 4, 8, 10)
-    model = Model((CASES | LACKED | ONNX_ONLY)[name]).eval()
+    model = Functions(nn.Conv2d(4, 4, 1), [(CASES | LACKED | ONNX_ONLY)[name] for name in names]).eval()
     assert not check_operators(model, target, (x,))
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
     with torch.no_grad():
         expected = ready(x)
     path = TARGETS[target].write(ready, (x,), tmp_path / f"model{TARGETS[target].suffix}", {}, None)
-    (actual,) = TARGETS[target].run(path, (x,))
-    assert actual.shape == expected.shape
-    assert sqnr(expected, actual) > 110
+    assert_alike(names, expected, TARGETS[target].run(path, (x,)))
 
 
 class Constants(nn.Module):

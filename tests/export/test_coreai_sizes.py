@@ -10,6 +10,7 @@ pytest.importorskip("coreai_torch")
 
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 STEPS = 6
@@ -30,9 +31,14 @@ class Tagger(nn.Module):
         return self.recurrent(x)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "kind", "dtype"),
+    each_value(
+        {"plain": {}, "bidirectional": {"num_layers": 2, "bidirectional": True, "batch_first": True}},
+        ["LSTM", "GRU"],
+        [torch.float32, torch.float16],
+    ),
+)
 def test_recurrent_layers(options, kind, dtype, tmp_path):
     """Codes are stored once, for all steps and in no second form; a step adds its operations alone."""
     torch.manual_seed(0)

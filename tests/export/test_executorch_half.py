@@ -13,6 +13,7 @@ pytest.importorskip("executorch")
 from bitwright.export.capabilities import check_plan
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 from .models import palettized
@@ -59,8 +60,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize(("kind", "dtype"), each_value(list(NETWORKS), DTYPES))
 def test_sums_of_halves_are_as_exact_as_pytorchs(kind, dtype, tmp_path):
     """ExecuTorch's own kernels came to 7 to 45 dB in bfloat16, and to noise for norms of 256 values in either."""
     torch.manual_seed(0)
@@ -89,9 +89,7 @@ class Turned(nn.Module):
         return self.layer(x.transpose(0, 1))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("bias", "dtype", "mode"), each_value([True, False], DTYPES, ["eager", "graph"]))
 def test_layers_on_transposed_tokens_keep_xnnpack(bias, dtype, mode, tmp_path, caplog):
     """In bfloat16 and graph mode XNNPACK's passes failed on them, so that the whole program did without it."""
     torch.manual_seed(0)
@@ -104,8 +102,7 @@ def test_layers_on_transposed_tokens_keep_xnnpack(bias, dtype, mode, tmp_path, c
         assert sqnr(ready(x).float(), run_executorch(path, (x,))[0].float()) > 40
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+@pytest.mark.parametrize(("preset", "dtype"), each_value(["w8", "w8a8"], DTYPES))
 def test_batch_norms_that_follow_no_layer(preset, dtype, tmp_path):
     """Their arithmetic returned float32, which the next layer or quantizer refused with an assertion of torch's."""
     torch.manual_seed(0)

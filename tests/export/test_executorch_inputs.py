@@ -12,6 +12,7 @@ pytest.importorskip("executorch.exir")
 from bitwright.export.conversion import ConversionError
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 
@@ -68,8 +69,9 @@ def _prepared(model, config, args, kwargs=None):
     return ready.eval()
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("names", [("gate", "shift"), ("shift", "gate")])
+@pytest.mark.parametrize(
+    ("names", "mode"), each_value([("gate", "shift"), ("shift", "gate")], ["eager", "graph"])
+)
 def test_inputs_by_name_come_after_those_by_position(mode, names, tmp_path):
     """In the order in which they are given, flags among them."""
     x, tensors = torch.randn(4, 32), {"gate": torch.randn(4, 48), "shift": torch.randn(4, 8)}

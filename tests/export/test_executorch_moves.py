@@ -11,6 +11,7 @@ pytest.importorskip("executorch.exir")
 
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 
@@ -49,8 +50,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mode", "move"), each_value(["eager", "graph"], list(MOVES)))
 def test_moves_between_scales(mode, move, tmp_path, caplog):
     """At the first try, with int8 weights: XNNPACK's runtime would refuse them in int8."""
     torch.manual_seed(0)
@@ -64,8 +64,7 @@ def test_moves_between_scales(mode, move, tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]
 
 
-@pytest.mark.parametrize("parameters", [1, 8])
-@pytest.mark.parametrize("preset", ["w8a8", "w8"])
+@pytest.mark.parametrize(("preset", "parameters"), each_value(["w8a8", "w8"], [1, 8]))
 def test_prelu_runs_in_xnnpack(preset, parameters, tmp_path, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.PReLU(parameters), nn.Conv2d(8, 4, 1)).eval()
@@ -110,8 +109,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "affine"), each_value(list(NORMS), [True, False]))
 def test_batch_norms_behind_codes(norm, affine, tmp_path, caplog):
     """At the first try: XNNPACK refused what it makes of them where one dimension is behind the channels."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ pytest.importorskip("executorch.exir")
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, PerTokenGranularity
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 STATIC = QuantizationSpec(qscheme="asymmetric")
@@ -72,15 +73,18 @@ def _exported(rows_axis, linear_axis, activation, mode, path):
     return sqnr(ready(x), found), path.read_bytes()
 
 
-@pytest.mark.parametrize(("rows_axis", "linear_axis"), [(1, 0), (None, None), (0, 1)])
-@pytest.mark.parametrize("activation", [None, DYNAMIC, STATIC], ids=["none", "dynamic", "static"])
-@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
-def test_products_run_in_xnnpack(mode, activation, rows_axis, linear_axis, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("axes", "activation", "mode"),
+    each_value(
+        [(1, 0), (None, None), (0, 1)], {"none": None, "dynamic": DYNAMIC, "static": STATIC}, ["eager", "graph"]
+    ),
+)
+def test_products_run_in_xnnpack(axes, activation, mode, tmp_path, caplog):
     """With int8 weights at the first try: a scale for each output, or for each input, which is scaled by it then.
 
     Where both sides are calibrated int8, XNNPACK rounds a bias to a multiple of both scales, and a tie may move a code.
     """
-    ratio, content = _exported(rows_axis, linear_axis, activation, mode, tmp_path / "m.pte")
+    ratio, content = _exported(*axes, activation, mode, tmp_path / "m.pte")
     assert ratio > (35 if activation is STATIC else 100)
     assert not [op for op in PORTABLE if op in content]
     assert not [record for record in caplog.records if record.name.startswith("bitwright")]
