@@ -21,7 +21,7 @@ from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightError, BitwrightWarning, TraceError
-from bitwright.export.decomposing import operators_listed_once
+from bitwright.export.decomposing import quick_decompositions
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import UnknownClassError, not_a_tuple, sizes_refused, unknown_class
@@ -73,7 +73,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         BitwrightWarning: the user has such warnings raised.
     """
     try:
-        with _own_warnings_passed_on(), _output_dropped(), operators_listed_once(), torch.no_grad():
+        with _own_warnings_passed_on(), _output_dropped(), quick_decompositions(), torch.no_grad():
             yield
     except (TraceError, UnknownClassError) as error:
         raise ConversionError(str(error)) from error
