@@ -64,6 +64,14 @@ def _expand(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
     return _aten.expand.default(_aten.unsqueeze.default(x, 0), size) if len(size) else _aten.alias.default(x)
 
 
+def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Tensors one behind another without those that have no elements, which the runtime takes for others in size."""
+    filled = [tensor for tensor in tensors if not any(isinstance(size, int) and size == 0 for size in tensor.shape)]
+    if not filled or len(filled) == len(tensors):
+        return NotImplemented
+    return _aten.cat.default(filled, dim) if len(filled) > 1 else _aten.clone.default(filled[0])
+
+
 def _extreme(op: Any) -> Callable[..., Any]:
     """How ``amax`` or ``amin`` goes over all dimensions, which coreai-torch wants to be listed."""
 
@@ -461,6 +469,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.arange.start_step: _numbers_in_steps,
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
+    _aten.cat.default: _concatenated,
     _aten.expand.default: _expand,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
