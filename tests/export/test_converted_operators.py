@@ -205,7 +205,10 @@ def test_right_in_the_runtime(target, names, tmp_path):
 
 
 class Constants(nn.Module):
-    """Resizes position embeddings that it has for another size, and finds the vectors of a matrix of its own."""
+    """Resizes position embeddings that it has for another size, and finds the vectors of a matrix of its own.
+
+    And a quantile of a number that it writes down, as Gemma 3n does, which PyTorch detaches in place.
+    """
 
     def __init__(self):
         super().__init__()
@@ -216,7 +219,8 @@ class Constants(nn.Module):
     def forward(self, x):
         positions = F.interpolate(self.positions, size=(3, 3), mode="bicubic", antialias=True)
         values, vectors = torch.linalg.eigh(self.matrix + self.matrix.T)
-        return self.layer(x + positions.flatten(2).transpose(1, 2)) @ vectors + values
+        quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(0.9))
+        return self.layer(x + positions.flatten(2).transpose(1, 2)) @ vectors + values * quantile
 
 
 @pytest.mark.parametrize("target", ["onnx", "executorch", "coreai"])

@@ -145,3 +145,36 @@ def test_sizes_are_computed_from_sizes(mode, tmp_path):
         x = torch.randn(2, rows, 4)
         with torch.no_grad():
             assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
+
+
+class RotatedWhole(nn.Module):
+    """What rotates all columns, as Phi-3 does, and puts behind them the rest: none."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.project(x)
+        behind = torch.cat([y.sin(), y[..., 16:]], -1).reshape(-1, 4, 4)
+        return behind, torch.cat([y[..., :0], y.cos(), y.new_zeros(*y.shape[:2], 0)], -1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_nothing_behind_a_tensor(mode, tmp_path):
+    """The runtime takes a tensor without elements, of dynamic sizes, for one with some, or ends the process."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    quantizer = Quantizer(RotatedWhole().eval(), QuantizerConfig.presets.w8a8(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": BATCH} if mode == "graph" else {}))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    ready.eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 5, 16)
+        with torch.no_grad():
+            expected = ready(x)
+        for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
+            assert one.shape == other.shape
+            assert sqnr(one, other) > 100

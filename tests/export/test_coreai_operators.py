@@ -76,6 +76,14 @@ ARITHMETIC = {
     "a number added with a factor": lambda x, i: torch.add(x, 3, alpha=0.5),
     "a remainder": lambda x, i: torch.remainder(x, 0.75),
     "a product with a vector": lambda x, i: torch.addmv(x[0, :, 0], x[0], x[1, 0], beta=0.5, alpha=2),
+    "a number reduced": lambda x, i: (
+        x * (x.mean() > 5).any()
+        + x[0].sum().mean() * x[1].sum().sum(0) * x.max().max()
+        + x.min().min() * x.sum().prod()
+    ),
+    "a number reduced to others": lambda x, i: (
+        x * (x.mean() < 5).all() + x.amax().amin() * x.amin().norm() + x.mean().var(correction=0)
+    ),
 }
 F = nn.functional
 

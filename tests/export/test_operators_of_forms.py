@@ -220,6 +220,18 @@ def test_specimens_are_one_call_of_each_kind():
     ]
 
 
+def test_what_nothing_reads_is_no_specimen():
+    """Such as what a distribution asks of its parameters: no converter sees it."""
+
+    def unread(x):
+        x.lgamma().sum()
+        return x * 2
+
+    program = captured(Layers(2, unread), (torch.randn(2, 8),))
+    assert any("lgamma" in str(node.target) for node in program.graph.nodes)
+    assert not any("lgamma" in str(node.target) for node in specimens(program).graph.nodes)
+
+
 @pytest.mark.parametrize("target", ["coreai", "onnx"])
 def test_the_last_of_many_layers_is_asked(target):
     _skip_without(target)

@@ -38,6 +38,8 @@ def compute_beforehand(
             be larger than what they read.
         meaning: returns what computes, from its arguments, what a stand-in's call stands for; None for other calls.
     """
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        node.target = torch.ops.aten.detach.default  # as of torch.tensor(0.5); it writes no numbers
     fixed = _fixed(program, meaning)
     calls = [node for node in fixed if node.op == "call_function" and lacks(node)]
     pieces = [piece for node in calls for piece in ([node] if _is_tensor(node) else node.users)]

@@ -64,11 +64,30 @@ def _expand(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
     return _aten.expand.default(_aten.unsqueeze.default(x, 0), size) if len(size) else _aten.alias.default(x)
 
 
+def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Tensors one behind another without those that have no elements, which the runtime takes for others in size."""
+    filled = [tensor for tensor in tensors if not any(isinstance(size, int) and size == 0 for size in tensor.shape)]
+    if not filled or len(filled) == len(tensors):
+        return NotImplemented
+    return _aten.cat.default(filled, dim) if len(filled) > 1 else _aten.clone.default(filled[0])
+
+
+def _of_rows(op: Any) -> Callable[..., Any]:
+    """How a number is reduced: as a row of one; coreai-torch ends the process where there is no dimension to reduce."""
+
+    def reduced(x: Tensor, *args: Any, **options: Any) -> Any:
+        return NotImplemented if x.dim() else op(x.reshape(1), *args, **options).reshape([])
+
+    return reduced
+
+
 def _extreme(op: Any) -> Callable[..., Any]:
     """How ``amax`` or ``amin`` goes over all dimensions, which coreai-torch wants to be listed."""
 
     def extreme(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-        return NotImplemented if len(dim) or not x.dim() else op(x, list(range(x.dim())), keepdim)
+        if not x.dim():
+            return op(x.reshape(1), [0]).reshape([])
+        return NotImplemented if len(dim) else op(x, list(range(x.dim())), keepdim)
 
     return extreme
 
@@ -305,6 +324,9 @@ def _variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The mean of squared distances from the mean, corrected for the number of values; in float32, as PyTorch's."""
+    if not x.dim():
+        variance, mean = _variance_and_mean(x.reshape(1), correction=correction)
+        return variance.reshape([]), mean.reshape([])
     dims = list(dim) if dim else list(range(x.dim()))
     wide = x.float()
     mean = wide.mean(dims, keepdim=True)
@@ -452,8 +474,15 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
+_REDUCTIONS = [
+    _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.linalg_vector_norm.default, _aten.max.default,
+    _aten.mean.default, _aten.mean.dim, _aten.min.default, _aten.prod.default, _aten.prod.dim_int,
+    _aten.sum.dim_IntList,
+]  # fmt: skip
+
 RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     **{function: _of_floats(function) for function in _FUNCTIONS_OF_FLOATS},
+    **{reduction: _of_rows(reduction) for reduction in _REDUCTIONS},
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
     _aten.amax.default: _extreme(_aten.amax.default),
@@ -461,6 +490,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.arange.start_step: _numbers_in_steps,
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
+    _aten.cat.default: _concatenated,
     _aten.expand.default: _expand,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,

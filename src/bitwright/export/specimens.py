@@ -30,12 +30,24 @@ def specimens(program: ExportedProgram) -> ExportedProgram:
     states = {**program.state_dict, **program.constants}
     inputs = {spec.arg.name: states.get(spec.target) for spec in program.graph_signature.input_specs}
     collection = _Collection(program.graph_module)
+    used = _used(program.graph)
     for node in program.graph.nodes:
+        if node not in used:
+            continue
         if node.op == "placeholder" and isinstance(state := inputs.get(node.name), torch.Tensor):
             collection.add_state(node, state)
         elif node.op != "output":
             collection.add(node)
     return captured(collection.module(), tuple(tree_leaves(program.example_inputs)))
+
+
+def _used(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs, outputs, what changes something, and all that they read; converters see no other calls."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in used or node.is_impure():
+            used.update((node, *node.all_input_nodes))
+    return used
 
 
 @dataclass
