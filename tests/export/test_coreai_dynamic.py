@@ -157,7 +157,8 @@ class RotatedWhole(nn.Module):
     def forward(self, x):
         y = self.project(x)
         behind = torch.cat([y.sin(), y[..., 16:]], -1).reshape(-1, 4, 4)
-        return behind, torch.cat([y[..., :0], y.cos(), y.new_zeros(*y.shape[:2], 0)], -1).flatten(0, 1)
+        around = torch.cat([y[..., :0], y.cos(), y.new_zeros(*y.shape[:2], 0)], -1).flatten(0, 1)
+        return behind, around, torch.cat([(y * 9).int(), y[..., :0]], -1)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
@@ -177,4 +178,5 @@ def test_nothing_behind_a_tensor(mode, tmp_path):
             expected = ready(x)
         for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
             assert one.shape == other.shape
+            assert one.dtype == other.dtype
             assert sqnr(one, other) > 100

@@ -69,7 +69,8 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     filled = [tensor for tensor in tensors if not any(isinstance(size, int) and size == 0 for size in tensor.shape)]
     if not filled or len(filled) == len(tensors):
         return NotImplemented
-    return _aten.cat.default(filled, dim) if len(filled) > 1 else _aten.clone.default(filled[0])
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return torch.cat([tensor.to(dtype) for tensor in filled], dim)
 
 
 def _of_rows(op: Any) -> Callable[..., Any]:
