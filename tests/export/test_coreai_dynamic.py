@@ -134,6 +134,41 @@ class Positions(nn.Module):
         return (y + nn.functional.pad(y[:, 1:], (0, 0, 0, 1))) * torch.ones(max(x.shape[1] - 3, 2)).sum()
 
 
+class Embedded(nn.Module):
+    """Rows of tables as position embeddings are written: the dimensions in front of them are added by views."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+        self.register_buffer("table", torch.randn(64, 4))
+
+    def forward(self, x):
+        n = x.shape[1]
+        heads = self.layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        rotated = heads * self.table[None, -n:].reshape(1, 1, n, 4).sin()
+        behind = self.table[torch.arange(n)].view(1, n, 1, 4)
+        means = x.mean(-1, keepdim=True) - self.table[:n].view(1, n, 4)
+        return rotated + self.table[:n].view(1, 1, n, 4), means, behind.expand(x.shape[0], n, 2, 4)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_views_add_dimensions_that_another_operand_fills(mode, tmp_path):
+    """The optimizer moved the views behind the sums and products, where sizes did not fit."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 4)
+    shapes = ({0: torch.export.Dim("b", max=4), 1: torch.export.Dim("s", max=32)},)
+    quantizer = Quantizer(Embedded().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {})).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
+    for sizes in ((2, 8), (1, 3), (3, 32)):
+        x = torch.randn(*sizes, 4)
+        with torch.no_grad():
+            expected = ready(x)
+        for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
+            assert one.shape == other.shape
+            assert sqnr(one, other) > 100
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_sizes_are_computed_from_sizes(mode, tmp_path):
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
 from .coreai_products import keep_products_apart
 from .coreai_runtime import run_coreai
+from .coreai_views import unsqueeze_views
 from .decomposing import decomposed
 from .devices import all_on_cpu
 from .experts import spell_out_experts
@@ -168,6 +169,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     _largest_of_smallest(program.graph)
     _widen_halves(program.graph_module)
     keep_products_apart(program.graph)
+    unsqueeze_views(program.graph)
     program.graph_module.recompile()
     return program
 
