@@ -391,3 +391,20 @@ def test_onnx_has_the_constants_of_joined_clamps(tmp_path):
     model, x = Limits().eval(), torch.randn(2, 8)
     path = TARGETS["onnx"].write(model, (x,), tmp_path / "model.onnx", {}, None)
     assert sqnr(model(x), TARGETS["onnx"].run(path, (x,))[0]) > 110
+
+
+@pytest.mark.parametrize("sizes", [None, ({0: torch.export.Dim("batch", max=4)},)], ids=["fixed", "dynamic"])
+def test_kernels_that_executorch_lacks_are_named(sizes, tmp_path):
+    """Its runtime says a number only, and sizes have no part in it."""
+    target = TARGETS["executorch"]
+    if target.missing() is not None:
+        pytest.skip("needs executorch")
+    x, model = torch.randn(2, 4, 8, 10), nn.Sequential(Model(ONNX_ONLY["averages at places"])).eval()
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
+    with pytest.raises(ConversionError, match=r"^ExecuTorch's runtime has no kernel for aten::scatter_reduce\.two_out"):
+        target.write(ready, (x,), tmp_path / "model.pte", {}, sizes)
+    assert not list(tmp_path.iterdir())
+    if sizes is None:
+        (problem,) = check_operators(model, "executorch", (x,))
+        assert problem.where == "0"
+        assert "no kernel for the operator aten::scatter_reduce.two_out" in problem.message

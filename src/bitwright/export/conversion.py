@@ -118,12 +118,13 @@ def places_by_operator(calls: Iterable[fx.Node]) -> dict[str, list[str]]:
     return places
 
 
-def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None:
+def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]], what: str = "translation of") -> None:
     """Refuse operators that a converter does not translate.
 
     Args:
         converter: its name, to begin messages with.
         missing: module paths by operator.
+        what: it lacks of them.
 
     Raises:
         ConversionError: ``missing`` is not empty; with a problem for each operator.
@@ -132,7 +133,7 @@ def refuse_missing(converter: str, missing: Mapping[str, Iterable[str]]) -> None
     for op, paths in missing.items():
         places = list(dict.fromkeys(path or "the model itself" for path in paths))
         listed = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-        words = f"it has no translation of the operator {op}, which is called in {listed}"
+        words = f"it has no {what} the operator {op}, which is called in {listed}"
         remedy = _FINALIZED_REMEDY if _FINALIZED.search(op) else OTHER_OPERATOR
         message = f"{converter} cannot take this model: {words}. {remedy}"
         problems.append(Problem("target", places[0], message, Severity.ERROR))

@@ -23,6 +23,7 @@ from bitwright.export.conversion import (
     ConversionError,
     captured,
     converting,
+    module_path,
     places_by_operator,
     refuse_missing,
 )
@@ -54,7 +55,7 @@ from .graph import (
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .repetition import less_repetition
-from .runtime import check, largest_inputs, load
+from .runtime import check, kernels_lacking, largest_inputs, load
 from .volume_pools import VOLUME_POOLS
 from .volumes import flatten_convolutions
 from .weights import dense_weight, int8_weight
@@ -219,7 +220,21 @@ def check_executorch_operators(program: torch.export.ExportedProgram) -> None:
     with tempfile.TemporaryDirectory() as folder, converting("ExecuTorch", OTHER_OPERATOR):
         path = Path(folder) / "model.pte"
         path.write_bytes(lowered)
-        load(path)
+        try:
+            load(path)
+        except RuntimeError:
+            refuse_missing("ExecuTorch", _calls_of(program, kernels_lacking(path)), "kernel for")
+            raise
+
+
+def _calls_of(program: torch.export.ExportedProgram, kernels: list[str]) -> dict[str, list[str]]:
+    """Module paths by kernel, of what calls it in a program that was lowered."""
+    calls = [node for node in decomposed(program).graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+    def paths(name: str) -> list[str]:
+        return [module_path(node) for node in calls if node.target.name().split(".")[0] == name]
+
+    return {kernel: paths(kernel.split(".")[0]) or [""] for kernel in kernels}
 
 
 def _missing(program: torch.export.ExportedProgram) -> dict[str, list[str]]:

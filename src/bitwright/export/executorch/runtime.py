@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from bitwright.export.conversion import ConversionError, plain_layout
+from bitwright.export.conversion import OTHER_OPERATOR, ConversionError, plain_layout
 from bitwright.export.extras import require
 
-__all__ = ["check", "largest_inputs", "load", "run_executorch"]
+__all__ = ["check", "kernels_lacking", "largest_inputs", "load", "run_executorch"]
 
 
 def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -50,7 +52,7 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
         enough_db: ratio of signal to noise that the outputs must reach.
 
     Raises:
-        ConversionError: the runtime refuses the file.
+        ConversionError: the runtime refuses the file, or has no kernel for an operator of it.
         ValueError: the output is not the exported program's.
     """
     try:
@@ -58,6 +60,9 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
         if others is not None:
             _check_outputs(path, program, others, enough_db)
     except RuntimeError as error:
+        if lacking := kernels_lacking(path):
+            words = f"ExecuTorch's runtime has no kernel for {', '.join(lacking)}"
+            raise ConversionError(f"{words}. {OTHER_OPERATOR}") from error
         if others is None:
             raise
         raise ConversionError(
@@ -113,5 +118,20 @@ def _shapes(inputs: Any) -> str:
 
 def load(path: str | Path) -> Any:
     """Return the method of a program's file; a RuntimeError if the runtime lacks an operator of it."""
-    runtime = require("executorch.runtime", "executorch", "Running ExecuTorch programs").Runtime.get()
-    return runtime.load_program(str(path)).load_method("forward")
+    return _runtime().load_program(str(path)).load_method("forward")
+
+
+def kernels_lacking(path: str | Path) -> list[str]:
+    """Return the operators of a program's file that the runtime has no kernel for, which it tells by a number alone."""
+    serialized = importlib.import_module("executorch.exir._serialize._program")
+    kernels, lacking = _runtime().operator_registry.operator_names, set()
+    with contextlib.suppress(Exception):  # of a damaged file, which the runtime's own error is about
+        plans = serialized.deserialize_pte_binary(Path(path).read_bytes()).program.execution_plan
+        for op in (op for plan in plans for op in plan.operators):
+            name = f"{op.name}.{op.overload}" if op.overload else op.name
+            lacking |= {name} - set(kernels)
+    return sorted(lacking)
+
+
+def _runtime() -> Any:
+    return require("executorch.runtime", "executorch", "Running ExecuTorch programs").Runtime.get()
