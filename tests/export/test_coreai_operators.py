@@ -146,6 +146,8 @@ FUNCTIONS = {
     "functions of integers": lambda x, i: torch.reciprocal(i + 1)[..., None] * x + i.cos()[..., None],
     "powers of integers": lambda x, i: ((i + 2) ** 0.4)[..., None] * x + (i**2)[..., None],
     "an average of moved channels": lambda x, i: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
+    "the largest of one picture": lambda x, i: F.max_pool2d(x, 3, 1, 1) + F.max_pool1d(x, 4),
+    "adaptive pools of one picture": lambda x, i: F.adaptive_avg_pool2d(x, (5, 2)) * F.adaptive_max_pool2d(x, (1, 2)),
     "sums at places": lambda x, i: x.scatter_reduce(1, i[..., None].expand(2, 5, 4), x.flip(1), "sum"),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }

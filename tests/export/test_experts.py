@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.export.conversion import captured
-from bitwright.export.experts import spell_out_experts
+from bitwright.export.experts import spell_out_experts, spell_out_split_experts
 from bitwright.export.operators import check_operators
 from bitwright.export.sorts import spell_out_dynamic_sorts, spell_out_sorts
 from bitwright.export.targets import TARGETS
@@ -153,3 +153,56 @@ def test_a_mixture_of_experts_takes_texts_of_any_length(target, tmp_path):
     if target == "onnx":
         onnx = pytest.importorskip("onnx")
         assert onnx.load(str(path)).graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
+
+
+class SplitExperts(nn.Module):
+    """As in JetMoE: rows split at numbers of the data, each part multiplied with its expert's matrix."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 5, 8))
+
+    def forward(self, x, counts):
+        parts = x.split(counts.tolist(), dim=0)
+        return torch.cat([nn.functional.linear(part, self.weight[place]) for place, part in enumerate(parts)], dim=0)
+
+
+class SplitOtherwise(SplitExperts):
+    """Matrices in another order, of which not all are asked for."""
+
+    def forward(self, x, counts):
+        parts = x.split(counts.tolist(), dim=0)
+        return torch.cat(
+            [nn.functional.linear(parts[0], self.weight[2]), nn.functional.linear(parts[1], self.weight[0])]
+        )
+
+
+SPLITS = {
+    "all experts": (SplitExperts, [(2, 0, 4), (0, 6, 0), (1, 2, 3)]),
+    "some, in another order": (SplitOtherwise, [(4, 2), (0, 6), (6, 0)]),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("target", ["coreai", pytest.param("executorch", marks=pytest.mark.slow)])
+def test_rows_split_at_numbers_of_the_data_meet_their_experts(target, split, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(TARGETS[target].missing())
+    kind, counts = SPLITS[split]
+    model, (first, *others) = kind().eval(), [torch.tensor(one) for one in counts]
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    path = TARGETS[target].write(model, (x, first), tmp_path / f"model{TARGETS[target].suffix}", {}, None)
+    for one in (first, *others):
+        assert sqnr(model(x, one), TARGETS[target].run(path, (x, one))[0]) > 100
+
+
+def test_parts_that_are_not_put_together_in_their_order_stay():
+    def other_order(x, weight, counts):
+        first, second = x.split(counts.tolist(), dim=0)
+        return torch.cat([nn.functional.linear(second, weight[1]), nn.functional.linear(first, weight[0])])
+
+    inputs = torch.randn(6, 8), torch.randn(2, 5, 8), torch.tensor([2, 4])
+    program = _rewritten(other_order, inputs, spell_out_split_experts)
+    assert "aten.split_with_sizes.default" in _operators(program)
+    torch.testing.assert_close(program.module()(*inputs), other_order(*inputs))

@@ -36,7 +36,7 @@ from .coreai_runtime import run_coreai
 from .coreai_views import unsqueeze_views
 from .decomposing import decomposed
 from .devices import all_on_cpu
-from .experts import spell_out_experts
+from .experts import spell_out_experts, spell_out_split_experts
 from .extras import require
 from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
@@ -141,6 +141,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     drop_constants(program)
     program = without_complex_numbers(program) or program
     spell_out_experts(program.graph_module)
+    spell_out_split_experts(program.graph_module)
     spell_out_dynamic_sorts(program.graph_module)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
     with converting("torch.export"):

@@ -82,6 +82,21 @@ def _of_rows(op: Any) -> Callable[..., Any]:
     return reduced
 
 
+def _max_pool(x: Tensor, *args: Any, **options: Any) -> Any:
+    """A pool over one picture, of which coreai-torch wants several."""
+    if x.dim() != 3:
+        return NotImplemented
+    results = _aten.max_pool2d_with_indices.default(x.unsqueeze(0), *args, **options)
+    return tuple(result.squeeze(0) for result in results)
+
+
+def _adaptive_average_pool(x: Tensor, output_size: Sequence[int]) -> Any:
+    """A pool over one picture, of which coreai-torch wants several; or with windows that overlap."""
+    if x.dim() != 3:
+        return _average_of_overlapping_windows(x, output_size)
+    return _aten._adaptive_avg_pool2d.default(x.unsqueeze(0), output_size).squeeze(0)
+
+
 def _extreme(op: Any) -> Callable[..., Any]:
     """How ``amax`` or ``amin`` goes over all dimensions, which coreai-torch wants to be listed."""
 
@@ -495,6 +510,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.expand.default: _expand,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
+    _aten.max_pool2d_with_indices.default: _max_pool,
     _aten.mul.Tensor: _multiply,
     _aten.pow.Tensor_Scalar: _power,
     _aten.scalar_tensor.default: _number,
@@ -507,7 +523,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.sub.Tensor: _subtract,
     _aten.upsample_nearest2d.vec: _nearest,
     _aten.view.default: _view,
-    _aten._adaptive_avg_pool2d.default: _average_of_overlapping_windows,
+    _aten._adaptive_avg_pool2d.default: _adaptive_average_pool,
     # not translated
     _aten.convolution.default: transposed_in_pictures,
     _aten._adaptive_avg_pool3d.default: _average_of_windows,

@@ -1,11 +1,13 @@
 """Mixtures of experts in exported programs, in operators that every converter knows.
 
 transformers sorts tokens by expert, counts them with a histogram, and multiplies each group of rows with its expert's
-matrix in one operator, whose sizes are numbers of the data. Converters have neither.
+matrix in one operator, whose sizes are numbers of the data. Converters have neither. JetMoE splits the
+rows at such numbers, for which some converters have no form.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import fx
 
 from .graph_edits import argument, call, replace
 
-__all__ = ["spell_out_experts"]
+__all__ = ["spell_out_experts", "spell_out_split_experts"]
 
 _aten = torch.ops.aten
 
@@ -46,14 +48,89 @@ def spell_out_experts(module: fx.GraphModule) -> bool:
     return changed
 
 
+def spell_out_split_experts(module: fx.GraphModule) -> None:
+    """Write products of rows that are split at numbers of the data, each with a matrix, with ordinary operators.
+
+    All rows are multiplied with all matrices, as in `spell_out_experts`. What is split for anything else stays.
+
+    Args:
+        module: of an exported program, before it is decomposed.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
+        found = _split_and_multiplied(node)
+        if found is None:
+            continue
+        x, sizes, matrices = found
+        with node.meta["val"].fake_mode, graph.inserting_before(node):
+            ends = call(graph, _aten.cumsum.default, call(graph, _aten.stack.default, sizes), 0)
+            weight = call(graph, _aten.transpose.int, _stacked(graph, matrices), 1, 2)
+            result = _by_choice(graph, x, weight, ends, _numbers(graph, x))
+        replace(node, result)
+        graph.eliminate_dead_code()
+        _drop_assertions(graph, [user for size in sizes for user in size.users if user.target is _aten.item.default])
+    module.recompile()
+
+
+def _drop_assertions(graph: fx.Graph, numbers: list[fx.Node]) -> None:
+    """Erase what is asserted of numbers of the data, and the numbers, unless anything else reads them."""
+    reached = set(numbers)
+    for node in list(graph.nodes):
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            if node.target is _aten._assert_scalar.default:
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _split_and_multiplied(node: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
+    """What is split, the tensors of its sizes, and the matrices, if parts are multiplied and put together again."""
+    pieces = argument(node, "tensors")
+    if argument(node, "dim") != 0 or any(piece.target is not _aten.linear.default for piece in pieces):
+        return None
+    parts, matrices = [piece.args[0] for piece in pieces], [piece.args[1] for piece in pieces]
+    if any(
+        part.target is not operator.getitem or argument(piece, "bias")
+        for part, piece in zip(parts, pieces, strict=True)
+    ):
+        return None
+    split = parts[0].args[0]
+    if split.target is not _aten.split_with_sizes.default or argument(split, "dim") != 0:
+        return None
+    sizes = argument(split, "split_sizes")
+    if [part.args for part in parts] != [(split, number) for number in range(len(sizes))]:
+        return None
+    if not all(isinstance(size, fx.Node) and size.target is _aten.item.default for size in sizes):
+        return None
+    same = all(matrix.meta["val"].shape == matrices[0].meta["val"].shape for matrix in matrices)
+    whole = argument(split, "self")
+    return (whole, [size.args[0] for size in sizes], matrices) if same and whole.meta["val"].ndim == 2 else None
+
+
+def _stacked(graph: fx.Graph, matrices: list[fx.Node]) -> fx.Node:
+    """The matrices in one tensor: that which they are taken from, if they are all of it."""
+    source = matrices[0].args[0] if matrices[0].args else None
+    each = [(source, 0, number) for number in range(len(matrices))]
+    if all(matrix.target is _aten.select.int for matrix in matrices) and [one.args for one in matrices] == each:
+        assert isinstance(source, fx.Node)
+        if source.meta["val"].shape[0] == len(matrices):
+            return source
+    return call(graph, _aten.stack.default, matrices)
+
+
+def _numbers(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """The number of each row."""
+    ones = call(graph, _aten.full_like.default, call(graph, _aten.select.int, x, 1, 0), 1, dtype=torch.int64)
+    return call(graph, _aten.sub.Tensor, call(graph, _aten.cumsum.default, ones, 0), 1)
+
+
 def _product(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Rows of shape (rows, inputs), matrices of (experts, inputs, outputs), ends of the groups of (experts,)."""
     x, weight, ends, *others = (argument(node, one.name) for one in _schema(node))
     rows, matrices = x.meta["val"], weight.meta["val"]
     if rows.ndim != 2 or matrices.ndim != 3 or ends is None or any(other is not None for other in others):
         return None
-    ones = call(graph, _aten.full_like.default, call(graph, _aten.select.int, x, 1, 0), 1, dtype=torch.int64)
-    number = call(graph, _aten.sub.Tensor, call(graph, _aten.cumsum.default, ones, 0), 1)
+    number = _numbers(graph, x)
     experts = matrices.shape[0]
     if isinstance(rows.shape[0], int) and rows.shape[0] <= experts:
         return _by_copies(graph, x, weight, ends, number, experts)

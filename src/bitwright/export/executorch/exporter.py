@@ -29,7 +29,7 @@ from bitwright.export.conversion import (
 )
 from bitwright.export.decomposing import decomposed
 from bitwright.export.devices import all_on_cpu
-from bitwright.export.experts import spell_out_experts
+from bitwright.export.experts import spell_out_experts, spell_out_split_experts
 from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.lacking_basics import LACKING_BASICS
@@ -170,6 +170,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     compute_beforehand(program, _lacks)
     flatten_convolutions(program)
     spell_out_experts(program.graph_module)
+    spell_out_split_experts(program.graph_module)
     slices_for_splits(program.graph_module)
     sum_in_float32(program.graph_module)
     spell_out_gelu(program.graph_module)
