@@ -1,8 +1,8 @@
 """Mixtures of experts in exported programs, in operators that every converter knows.
 
 transformers sorts tokens by expert, counts them with a histogram, and multiplies each group of rows with its expert's
-matrix in one operator, whose sizes are numbers of the data. Converters have neither. JetMoE splits the
-rows at such numbers, for which some converters have no form.
+matrix in one operator, whose sizes are numbers of the data. Converters have neither. JetMoE splits the rows at such
+numbers, for which some converters have no form.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _split_and_multiplied(node: fx.Node) -> tuple[fx.Node, list[fx.Node], list[f
         return None
     same = all(matrix.meta["val"].shape == matrices[0].meta["val"].shape for matrix in matrices)
     whole = argument(split, "self")
-    return (whole, [size.args[0] for size in sizes], matrices) if same and whole.meta["val"].ndim == 2 else None
+    if not same or whole.meta["val"].ndim != 2 or matrices[0].meta["val"].ndim != 2:
+        return None
+    return whole, [size.args[0] for size in sizes], matrices
 
 
 def _stacked(graph: fx.Graph, matrices: list[fx.Node]) -> fx.Node:
