@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("coreai_torch")
 
@@ -121,6 +122,26 @@ def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp
         run_coreai(tmp_path, ())
 
 
+def _check(kind, preset, mode, shapes, sizes, tmp_path):
+    """The file computes what the prepared model does, on inputs of several sizes, first those of the example."""
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(sizes[0])
+    quantizer = Quantizer(model, getattr(QuantizerConfig.presets, preset)(execution_mode=mode))
+    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {}))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    ready.eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
+    for size in sizes:
+        x = torch.randn(size)
+        with torch.no_grad():
+            expected = tree_leaves(ready(x))
+        for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
+            assert one.shape == other.shape
+            assert one.dtype == other.dtype
+            assert sqnr(one, other) > 100
+
+
 class Positions(nn.Module):
     """Adds the last rows of a table, and neighbours: the larger of two sizes, and parts of one row."""
 
@@ -154,32 +175,14 @@ class Embedded(nn.Module):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_views_add_dimensions_that_another_operand_fills(mode, tmp_path):
     """The optimizer moved the views behind the sums and products, where sizes did not fit."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 8, 4)
     shapes = ({0: torch.export.Dim("b", max=4), 1: torch.export.Dim("s", max=32)},)
-    quantizer = Quantizer(Embedded().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
-    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {})).eval()
-    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
-    for sizes in ((2, 8), (1, 3), (3, 32)):
-        x = torch.randn(*sizes, 4)
-        with torch.no_grad():
-            expected = ready(x)
-        for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
-            assert one.shape == other.shape
-            assert sqnr(one, other) > 100
+    _check(Embedded, "w8", mode, shapes, [(2, 8, 4), (1, 3, 4), (3, 32, 4)], tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_sizes_are_computed_from_sizes(mode, tmp_path):
-    torch.manual_seed(0)
-    x, shapes = torch.randn(2, 8, 4), ({1: torch.export.Dim("s", max=32)},)
-    quantizer = Quantizer(Positions().eval(), QuantizerConfig.presets.w8(execution_mode=mode))
-    ready = quantizer.prepare((x,), **({"dynamic_shapes": shapes} if mode == "graph" else {})).eval()
-    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
-    for rows in (2, 5, 32):
-        x = torch.randn(2, rows, 4)
-        with torch.no_grad():
-            assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100
+    shapes = ({1: torch.export.Dim("s", max=32)},)
+    _check(Positions, "w8", mode, shapes, [(2, 8, 4), (2, 2, 4), (2, 5, 4), (2, 32, 4)], tmp_path)
 
 
 class RotatedWhole(nn.Module):
@@ -199,19 +202,4 @@ class RotatedWhole(nn.Module):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_nothing_behind_a_tensor(mode, tmp_path):
     """The runtime takes a tensor without elements, of dynamic sizes, for one with some, or ends the process."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 5, 16)
-    quantizer = Quantizer(RotatedWhole().eval(), QuantizerConfig.presets.w8a8(execution_mode=mode))
-    ready = quantizer.prepare((x,), **({"dynamic_shapes": BATCH} if mode == "graph" else {}))
-    with quantizer.calibration_mode(), torch.no_grad():
-        ready(x)
-    ready.eval()
-    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
-    for batch in (1, 2, 3):
-        x = torch.randn(batch, 5, 16)
-        with torch.no_grad():
-            expected = ready(x)
-        for one, other in zip(expected, run_coreai(path, (x,)), strict=True):
-            assert one.shape == other.shape
-            assert one.dtype == other.dtype
-            assert sqnr(one, other) > 100
+    _check(RotatedWhole, "w8a8", mode, BATCH, [(2, 5, 16), (1, 5, 16), (3, 5, 16)], tmp_path)
