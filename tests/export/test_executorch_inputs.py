@@ -69,9 +69,7 @@ def _prepared(model, config, args, kwargs=None):
     return ready.eval()
 
 
-@pytest.mark.parametrize(
-    ("names", "mode"), each_value([("gate", "shift"), ("shift", "gate")], ["eager", "graph"])
-)
+@pytest.mark.parametrize(("names", "mode"), each_value([("gate", "shift"), ("shift", "gate")], ["eager", "graph"]))
 def test_inputs_by_name_come_after_those_by_position(mode, names, tmp_path):
     """In the order in which they are given, flags among them."""
     x, tensors = torch.randn(4, 32), {"gate": torch.randn(4, 48), "shift": torch.randn(4, 8)}

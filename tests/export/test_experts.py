@@ -206,3 +206,35 @@ def test_parts_that_are_not_put_together_in_their_order_stay():
     program = _rewritten(other_order, inputs, spell_out_split_experts)
     assert "aten.split_with_sizes.default" in _operators(program)
     torch.testing.assert_close(program.module()(*inputs), other_order(*inputs))
+
+
+class TwiceSplit(nn.Module):
+    """As in JetMoE's attention: two layers of experts, whose rows are split at the same numbers of the data."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(8, 3)
+        self.inwards = nn.Parameter(torch.randn(3, 5, 8))
+        self.outwards = nn.Parameter(torch.randn(3, 8, 5))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        chosen = self.router(rows).topk(2, dim=1)[1]
+        counts = torch.zeros(rows.shape[0], 3).scatter(1, chosen, 1.0).long().sum(0).tolist()
+        order = chosen.flatten().sort(stable=True, dim=0)[1]
+        parts = rows[order.div(2, rounding_mode="trunc")].split(counts, dim=0)
+        inner = torch.cat([nn.functional.linear(part, self.inwards[place]) for place, part in enumerate(parts)])
+        parts = inner.split(counts, dim=0)
+        return torch.cat([nn.functional.linear(part, self.outwards[place]) for place, part in enumerate(parts)])
+
+
+def test_rows_split_twice_at_the_same_numbers_run_in_core_ai(tmp_path):
+    """With dynamic sizes its runtime misses what both layers compute of the numbers, unless it is computed once."""
+    if TARGETS["coreai"].missing() is not None:
+        pytest.skip(TARGETS["coreai"].missing())
+    model, sizes = TwiceSplit().eval(), {0: torch.export.Dim("b", max=4), 1: torch.export.Dim("t", max=32)}
+    path = TARGETS["coreai"].write(model, (torch.randn(2, 8, 8),), tmp_path / "model.aimodel", {}, (sizes,))
+    for shape in ((3, 11, 8), (1, 2, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        assert sqnr(model(x), TARGETS["coreai"].run(path, (x,))[0]) > 100

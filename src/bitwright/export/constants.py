@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .signatures import written_tensors
 
-__all__ = ["add_constant", "compute_beforehand", "primitives", "remove_constant"]
+__all__ = ["add_constant", "compute_beforehand", "primitives", "remove_constant", "repeats"]
 
 _COMPUTING = ("aten", "prims", "coreai", "quantized_decomposed")
 """Namespaces of operators that return in PyTorch what they return in a file; those of stand-ins do not."""
@@ -75,14 +75,14 @@ def _fixed(program: ExportedProgram, meaning: Callable[[fx.Node], Any]) -> dict[
         elif (
             node.op == "call_function"
             and all(source in fixed for source in node.all_input_nodes)
-            and (_repeats(node) or meaning(node) is not None)
+            and (repeats(node) or meaning(node) is not None)
         ):
             fixed[node] = None
     return fixed
 
 
-def _repeats(node: fx.Node) -> bool:
-    """Whether a call returns what it did before, and changes nothing."""
+def repeats(node: fx.Node) -> bool:
+    """Return whether a call returns what it did before, and changes nothing."""
     if node.target is operator.getitem:
         return True
     op = node.target

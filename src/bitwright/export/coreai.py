@@ -42,6 +42,7 @@ from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
 from .pool_places import spell_out_places
+from .repeated_calls import merge_repeated_calls
 from .signatures import drop_constants, forget_written_parameters, refuse_numbers, tensors_apart
 from .sorts import spell_out_dynamic_sorts
 
@@ -165,6 +166,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     refuse_numbers(program, "coreai-torch")
     tensors_apart(program)
     _tell_of_states(program)
+    merge_repeated_calls(program)
     give_parameters(program.graph)
     keep_casts(program.graph)
     _largest_of_smallest(program.graph)
