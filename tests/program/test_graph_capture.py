@@ -626,3 +626,61 @@ def test_a_registered_dataclass_goes_all_the_way(mode: str, tmp_path: Any) -> No
     path = export_torch(prepared, inputs, tmp_path / "model.pt2")
     first, _ = run_torch(path, (inputs[0].first, inputs[0].second))
     torch.testing.assert_close(first, result.first)
+
+
+class KeepsBiases(nn.Module):
+    """As in LeViT of timm: until it is trained, the biases of a call serve the later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.biases = nn.Parameter(torch.randn(2))
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def train(self, mode: bool = True) -> KeepsBiases:
+        super().train(mode)
+        if mode:
+            self.kept = {}
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.project(x) + self.biases[[0, 1, 1, 0]]
+        if "cpu" not in self.kept:
+            self.kept["cpu"] = self.biases[[0, 1, 1, 0]]
+        return self.project(x) + self.kept["cpu"]
+
+
+class MergesWeights(KeepsBiases):
+    """As low-rank adapters do: added to the weight for inference, and subtracted in place for training."""
+
+    def train(self, mode: bool = True) -> MergesWeights:
+        if mode and self.kept:
+            self.biases.data -= 1
+            self.project.weight.data -= 1
+        super().train(mode)
+        return self
+
+
+class TestKeptResults:
+    @pytest.mark.parametrize("called", [False, True])
+    def test_a_graph_trains_what_the_model_kept_a_result_of(self, called: bool) -> None:
+        model, x = KeepsBiases().eval(), torch.randn(2, 4)
+        with torch.no_grad():
+            expected = model(x) if called else copy.deepcopy(model)(x)
+        kept = model.kept.get("cpu")
+        module, _ = capture_graph(model, (x,))
+        torch.testing.assert_close(module(x), expected)
+        module(x).sum().backward()
+        assert model.biases.grad is not None
+        assert model.kept.get("cpu") is kept
+        assert not model.training
+
+    def test_a_model_that_merges_its_weights_stays_as_it_is(self) -> None:
+        model, x = MergesWeights().eval(), torch.randn(2, 4)
+        with torch.no_grad():
+            expected = model(x)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        module, _ = capture_graph(model, (x,))
+        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

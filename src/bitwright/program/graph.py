@@ -22,6 +22,7 @@ from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .input_shapes import InputShapesError
+from .kept_results import without_kept_results
 from .masks import holds_mask
 from .model import Program
 from .stack_traces import short_stack_traces
@@ -84,6 +85,7 @@ def _export(
         stack.enter_context(plain_attention())
         stack.enter_context(short_stack_traces())
         stack.enter_context(without_foreign_results(model))
+        stack.enter_context(without_kept_results(model))
         stack.enter_context(_quiet())
         stack.enter_context(contextlib.redirect_stderr(_WithoutDump(sys.stderr)))
         try:
