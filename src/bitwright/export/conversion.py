@@ -83,8 +83,8 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         unknown = next(filter(None, map(unknown_class, _chain(error))), None)
         if unknown is not None:
             raise ConversionError(str(unknown)) from error
-        place = _place(error)
-        where = f" (in {place})" if place else ""
+        place, operator = _place(error)
+        where = f" (at {operator} in {place or 'the model itself'})" if operator else ""
         advice = _sizes_remedy(error) or remedy or _remedy(error)
         message = f"{converter} cannot take this model: {_words(error)}{where}. {advice}"
         problem = Problem("target", place or "the model itself", message, Severity.ERROR)
@@ -165,16 +165,16 @@ def module_path(node: Any) -> str:
     return ".".join([name for name in names[:-1] if name][1:])
 
 
-def _place(error: BaseException) -> str | None:
-    """The module whose operator a converter was at, by the node that it held."""
-    path, trace = None, error.__traceback__
+def _place(error: BaseException) -> tuple[str, str]:
+    """The module and the operator that a converter was at, by the node that it held; empty where that is not known."""
+    path, operator, trace = "", "", error.__traceback__
     while trace is not None:
-        node = trace.tb_frame.f_locals.get("node")
+        node: Any = trace.tb_frame.f_locals.get("node")
         if isinstance(node, fx.Node) or hasattr(node, "get_scope_info"):
             with contextlib.suppress(Exception):  # only for the message
-                path = module_path(node)
+                path, operator = module_path(node), str(node.target if isinstance(node, fx.Node) else node.kind)
         trace = trace.tb_next
-    return path
+    return path, operator
 
 
 def _words(error: Exception) -> str:

@@ -41,6 +41,7 @@ from .extras import require
 from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
+from .numbers_alone import give_numbers_a_dimension
 from .pool_places import spell_out_places
 from .repeated_calls import merge_repeated_calls
 from .signatures import drop_constants, forget_written_parameters, refuse_numbers, tensors_apart
@@ -166,6 +167,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     refuse_numbers(program, "coreai-torch")
     tensors_apart(program)
     _tell_of_states(program)
+    give_numbers_a_dimension(program.graph)
     merge_repeated_calls(program)
     give_parameters(program.graph)
     keep_casts(program.graph)

@@ -34,6 +34,7 @@ from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.lacking_basics import LACKING_BASICS
 from bitwright.export.lowering import lower
+from bitwright.export.numbers_alone import give_numbers_a_dimension
 from bitwright.export.signatures import drop_constants, only_tensors
 from bitwright.export.sorts import spell_out_sorts
 
@@ -169,6 +170,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     drop_constants(program)
     compute_beforehand(program, _lacks)
     flatten_convolutions(program)
+    give_numbers_a_dimension(program.graph)
     spell_out_experts(program.graph_module)
     spell_out_split_experts(program.graph_module)
     slices_for_splits(program.graph_module)
