@@ -6,25 +6,29 @@ import torch
 
 from bitwright.program import Argument, Op, Program, Value
 
-__all__ = ["Aliases", "mutated_roots"]
+__all__ = ["Aliases", "mutated_roots", "writes_to"]
 
 
-def mutated_roots(program: Program) -> set[int]:
-    """Return the ids of inputs and states that an op writes to, of all values written to through a view, and of views.
+def mutated_roots(program: Program) -> dict[int, Value]:
+    """Return the inputs and states that an op writes to, all values written to through a view, and views, by ``id``.
 
     A value that the program itself computes may be overwritten directly: everybody reads the simulator's output, and
     so does the op that writes.
+
+    Returns:
+        By the ``id`` of each value what it is a view of, itself if of none.
     """
     aliases = Aliases()
-    mutated: set[int] = set()
+    mutated: dict[int, Value] = {}
     for op in program.ops:
         for argument in op.arguments:
             root = aliases.root(argument.value)
             through_view = argument.value is not root
-            if (root.producer is None or through_view) and _writes(op, argument):
-                mutated.add(id(root))
+            if (root.producer is None or through_view) and writes_to(op, argument):
+                mutated[id(root)] = root
         aliases.add(op)
-    return mutated | {id(view) for root in mutated for view in aliases.views.get(root, ())}
+    views = {id(view): root for root in mutated.values() for view in aliases.views.get(id(root), ())}
+    return mutated | views
 
 
 class Aliases:
@@ -54,11 +58,12 @@ class Aliases:
 
     def written_by(self, op: Op) -> list[Value]:
         """Return the values whose numbers ``op`` changes in place, with all views of them."""
-        roots = [self.root(argument.value) for argument in op.arguments if _writes(op, argument)]
+        roots = [self.root(argument.value) for argument in op.arguments if writes_to(op, argument)]
         return [value for root in roots for value in (root, *self.views.get(id(root), ()))]
 
 
-def _writes(op: Op, argument: Argument) -> bool:
+def writes_to(op: Op, argument: Argument) -> bool:
+    """Return whether ``op`` writes to the tensor that it is given as ``argument``."""
     schema = _schema_argument(op, argument.index)
     return schema is not None and schema.alias_info is not None and schema.alias_info.is_write
 

@@ -14,7 +14,7 @@ from .chains import Chain
 from .exact_values import exact_values
 from .graph_ops import Passthrough, is_float, passthrough_of
 from .known_ranges import KnownRange, known_range, known_ranges, sentinel_values
-from .mutation import mutated_roots
+from .mutation import mutated_roots, writes_to
 from .plan import Site
 from .weight_views import state_read_by
 
@@ -115,9 +115,10 @@ class SlotTable:
 def build_slots(program: Program, chains: Sequence[Chain], simulated: AbstractSet[int] = frozenset()) -> SlotTable:
     """Return the slots of a program with the demands of its chains.
 
-    Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, values that hold mask
-    sentinels or of which every digit matters, and tensors that an op writes to in place while others still look at
-    them, have no slots. Neither have values whose ``id`` is in ``simulated``: their numbers are on a grid already.
+    Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, and values that hold
+    mask sentinels or of which every digit matters have no slots. Neither have values whose ``id`` is in ``simulated``:
+    their numbers are on a grid already. Tensors that an op writes to in place while others still look at them have none
+    where they are produced, since the write would go to a copy, and those that are states none at all.
     """
     builder = _Builder(program, chains, simulated)
     for op in program.ops:
@@ -133,7 +134,8 @@ class _Builder:
         self.inner = {id(op) for chain in chains for op in chain.ops}
         self.facts = known_ranges(program)
         exact = exact_values(program)
-        self.excluded = sentinel_values(program) | mutated_roots(program) | exact.values | simulated
+        self.mutated = mutated_roots(program)
+        self.excluded = sentinel_values(program) | exact.values | simulated
         self.exact_ops = exact.ops
 
     def add(self, op: Op) -> None:
@@ -150,11 +152,11 @@ class _Builder:
         op, role = chain.primary, chain.role
         for argument in op.arguments:
             value = argument.value
-            if not self._may_stand(value) or (state_read_by(argument) is not None and not role.shares):
+            if not self._may_stand_before(op, argument) or (state_read_by(argument) is not None and not role.shares):
                 continue
             slot = self.table.add_input(op, value)
             producer = value.producer
-            if producer is not None and passthrough_of(producer) is Passthrough.OTHER_RANK:
+            if producer is not None and passthrough_of(producer) is Passthrough.OTHER_RANK and not self._changes(value):
                 slot.fact = self.facts.get(id(value))
             if slot.demand is None and value.state is None:
                 position = argument.index if argument.item is None else argument.item
@@ -186,7 +188,18 @@ class _Builder:
             self.table.add_output(after)
 
     def _may_stand(self, value: Value) -> bool:
-        return is_float(value) and id(value) not in self.excluded
+        return is_float(value) and id(value) not in self.excluded and not self._changes(value)
+
+    def _may_stand_before(self, op: Op, argument: Argument) -> bool:
+        """Whether a simulator may stand right in front of an op: it sees what has been written until then."""
+        value = argument.value
+        if not self._changes(value):
+            return self._may_stand(value)
+        is_state = self.mutated[id(value)].state is not None
+        return is_float(value) and id(value) not in self.excluded and not is_state and not writes_to(op, argument)
+
+    def _changes(self, value: Value) -> bool:
+        return id(value) in self.mutated
 
 
 def _demand(chain: Chain, match: SpecMatch, section: str) -> Demand | None:

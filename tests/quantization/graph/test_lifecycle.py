@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright import ExportBackend
 from bitwright.config.spec import CompressionTargetTensor
@@ -426,3 +427,50 @@ def test_what_is_kept_from_call_to_call_carries_no_gradients_over() -> None:
     assert not prepared.keys.requires_grad
     prepared.eval()
     assert torch.equal(copy.deepcopy(prepared)(x), prepared(x))
+
+
+class PartialConvolution(nn.Module):
+    """As in PLKSR and FasterNet: a convolution of some channels, written over them; others read them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.partial = nn.Conv2d(3, 8, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.before, self.after = nn.Conv2d(8, 3, 1), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.gelu(self.first(x))
+        before = self.before(x)
+        x[:, :4] = self.partial(x[:, :4])
+        return before + self.after(x)
+
+
+class Convolved(TorchDispatchMode):
+    """Keeps what is convolved, as it is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.inputs.append(args[0].clone())
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_written_through_a_view_is_simulated_as_each_reader_sees_it() -> None:
+    torch.manual_seed(0)
+    model, x = PartialConvolution().eval(), torch.randn(2, 3, 8, 8)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="graph"))
+    prepared: Any = quantizer.prepare((x,))
+    with torch.no_grad(), quantizer.calibration_mode(), Convolved() as floats:
+        prepared(x)
+    prepared.eval()
+    with torch.no_grad(), Convolved() as codes:
+        result = prepared(x)
+    with torch.no_grad():
+        expected = model(x)
+    assert len(floats.inputs) == 4
+    for before, after in zip(floats.inputs, codes.inputs, strict=True):
+        assert after.unique().numel() <= 256 < before.unique().numel()
+        assert sqnr(before, after) > 30
+    assert sqnr(expected, result) > 30

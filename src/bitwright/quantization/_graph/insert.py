@@ -12,6 +12,7 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Placement
 from bitwright.planning.chains import Chain
 from bitwright.planning.graph import GraphDecisions
+from bitwright.planning.mutation import mutated_roots, writes_to
 from bitwright.program import Argument, Op, Program, StateTensor, Value
 from bitwright.program.graph_module import TracedGraphModule
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
@@ -59,6 +60,7 @@ class GraphInsertion:
     _nodes: dict[str, fx.Node] = field(default_factory=dict)
     _folds: dict[fx.Node, Fold] = field(default_factory=dict)
     _written: set[Value] = field(default_factory=set)
+    _changing: dict[int, Value] = field(default_factory=dict)
     _folded: set[fx.Node] = field(default_factory=set)
     _placed: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     _stacked: set[str] = field(default_factory=set)
@@ -75,7 +77,8 @@ class GraphInsertion:
                 else:
                     self._producers[id(site.value)] = placement
         self._nodes = {node.name: node for node in self.module.graph.nodes}
-        self._written = {a.value for op in self.program.ops for a in op.arguments if _writes(op, a)}
+        self._written = {a.value for op in self.program.ops for a in op.arguments if writes_to(op, a)}
+        self._changing = mutated_roots(self.program)
         self._folds = fold_batch_norms(self.module, self.foldable())
         self._folded = {fold.weight for fold in self._folds.values()}
         self._nodes.update({fold.name: fold.output for fold in self._folds.values()})
@@ -152,11 +155,12 @@ class GraphInsertion:
         if source is None or source not in node.all_input_nodes:  # done for an earlier argument with the same tensor
             return
         key = (source, id(simulator))
-        standing = None if _writes(op, argument) else self._placed.get(key)
+        at_once = writes_to(op, argument) or id(argument.value) in self._changing
+        standing = None if at_once else self._placed.get(key)
         if standing is None:
-            before = node if argument.value in self._written else self._behind(source)
+            before = node if at_once or argument.value in self._written else self._behind(source)
             standing = self._stand(simulator, placement, source, before, [node])
-            if not _writes(op, argument):
+            if not at_once:
                 self._placed[key] = standing
         else:
             node.replace_input_with(source, standing)
@@ -241,11 +245,3 @@ class GraphInsertion:
 
 def _describe(node: fx.Node, source: fx.Node) -> None:
     node.meta = {key: source.meta[key] for key in ("val", "nn_module_stack") if key in source.meta}
-
-
-def _writes(op: Op, argument: Argument) -> bool:
-    schema = getattr(op.target, "_schema", None)
-    if schema is None or argument.index >= len(schema.arguments):
-        return False
-    alias = schema.arguments[argument.index].alias_info
-    return alias is not None and bool(alias.is_write)
