@@ -149,6 +149,9 @@ FUNCTIONS = {
     "the largest of one picture": lambda x, i: F.max_pool2d(x, 3, 1, 1) + F.max_pool1d(x, 4),
     "adaptive pools of one picture": lambda x, i: F.adaptive_avg_pool2d(x, (5, 2)) * F.adaptive_max_pool2d(x, (1, 2)),
     "sums at places": lambda x, i: x.scatter_reduce(1, i[..., None].expand(2, 5, 4), x.flip(1), "sum"),
+    "averages of integers at places": lambda x, i: (
+        torch.zeros_like(i).scatter_reduce(1, i, (x * 9).long()[..., 0], "mean")[..., None] * x
+    ),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }
 WEIGHT = torch.linspace(-1, 1, 12).view(4, 3)

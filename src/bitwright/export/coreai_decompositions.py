@@ -149,6 +149,14 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor, **reduce: Any) -> 
     return NotImplemented
 
 
+def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    """``torch.gather`` with fewer places than elements in another dimension, which coreai-torch refuses."""
+    others = [one for one in range(x.dim()) if one != dim % x.dim() and _is_less(index.shape[one], x.shape[one])]
+    for one in others:
+        x = x.narrow(one, 0, index.shape[one])
+    return _aten.gather(x, dim, index) if others else NotImplemented
+
+
 def _is_less(size: Any, other: Any) -> bool:
     return isinstance(size, int) and isinstance(other, int) and size < other
 
@@ -419,11 +427,6 @@ def _sort_stably(x: Tensor, *, stable: bool | None, dim: int = -1, descending: b
     return _sort(x, dim, descending)
 
 
-def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Any:
-    """Sums at places; other ways to reduce have no operator."""
-    return torch.scatter(x, dim, index, src, reduce="add") if reduce == "sum" and include_self else NotImplemented
-
-
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """The tensor itself, as PyTorch's averages over all of it come out of a decomposition; or copies of its numbers."""
     moves = [(one, other) for length, one, other in zip(size, stride, x.stride(), strict=False) if length != 1]
@@ -508,6 +511,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.cat.default: _concatenated,
     _aten.expand.default: _expand,
+    _aten.gather.default: _gather,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
     _aten.max_pool2d_with_indices.default: _max_pool,
@@ -536,11 +540,11 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.logaddexp.default: log_of_sum,
     _aten.remainder.Scalar: _remainder_of_number,
     _aten.embedding_bag.padding_idx: LACKING_BASICS[_aten.embedding_bag.padding_idx],
+    _aten.scatter_reduce.two: LACKING_BASICS[_aten.scatter_reduce.two],
     _aten.floor_divide.default: LACKING[_aten.floor_divide.default],
     _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,
     _aten.as_strided.default: _as_strided,
-    _aten.scatter_reduce.two: _scatter_reduce,
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort_stably,
     _aten.unfold.default: _windows,

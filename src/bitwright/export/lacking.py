@@ -229,6 +229,16 @@ def _leaky(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
+def _reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Tensor:
+    """``torch.scatter`` that adds or multiplies."""
+    return torch.scatter_reduce(x, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+def _reduced_number(x: Tensor, dim: int, index: Tensor, value: float, *, reduce: str) -> Tensor:
+    number = torch.full([], value, dtype=x.dtype, device=x.device)
+    return _reduced(x, dim, index, number.expand(index.shape), reduce=reduce)
+
+
 def equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
     """Return the size of an adaptive pool's windows if they all have one."""
     sizes = x.shape[-len(output_size) :]
@@ -314,6 +324,8 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
     _aten.rsub.Scalar: _number_less,
+    _aten.scatter.reduce: _reduced,
+    _aten.scatter.value_reduce: _reduced_number,
     _aten.searchsorted.Scalar: places_in_order,
     _aten.searchsorted.Tensor: places_in_order,
 }
