@@ -424,3 +424,33 @@ def test_kernels_that_executorch_lacks_are_named(sizes, tmp_path):
         (problem,) = check_operators(model, "executorch", (x,))
         assert problem.where == "0"
         assert "no kernel for the operator aten::randperm.out" in problem.message
+
+
+class Segments(nn.Module):
+    """The largest and the product of the values of each segment, as TAPAS reduces the words of a cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 6)
+
+    def forward(self, x):
+        values = self.project(x)
+        segments = (values[..., :1] > 0).long().expand_as(values)
+        places = torch.zeros_like(values[:, :4])
+        return places.scatter_reduce(1, segments, values, "amax", include_self=False), (places + 2).scatter_reduce(
+            1, segments, values, "prod"
+        )
+
+
+@pytest.mark.parametrize("target", ["coreai", "executorch"])
+def test_segments_are_reduced(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 5, 16), ({0: torch.export.Dim("b", max=4), 1: torch.export.Dim("s", min=4, max=8)},)
+    ready = Quantizer(Segments().eval(), QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
+    path = TARGETS[target].write(ready, (x,), tmp_path / f"m{TARGETS[target].suffix}", {}, shapes)
+    x = torch.randn(3, 7, 16)
+    with torch.no_grad():
+        expected = ready(x)
+    assert min(sqnr(*pair) for pair in zip(expected, TARGETS[target].run(path, (x,)), strict=True)) > 100

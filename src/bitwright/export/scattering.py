@@ -12,11 +12,12 @@ from .lacking import scanned
 
 __all__ = ["reduced_at_places"]
 
-_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "prod": torch.mul,
-    "amax": torch.maximum,
-    "amin": torch.minimum,
+_COMBINED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
+    "prod": (torch.mul, torch.prod),
+    "amax": (torch.maximum, torch.amax),
+    "amin": (torch.minimum, torch.amin),
 }
+"""How to reduce two values, and all along a dimension."""
 
 
 def reduced_at_places(
@@ -32,7 +33,7 @@ def reduced_at_places(
         return one.reshape([])
     src = _within(src, index)
     if reduce in _COMBINED:
-        return _combined(x, dim % x.dim(), index, src, _COMBINED[reduce], include_self)
+        return _combined(x, dim % x.dim(), index, src, reduce, include_self)
     if not include_self:
         x = torch.where(_count(x, dim, index) > 0, torch.zeros_like(x), x)
     total = x.scatter_add(dim, index, src)
@@ -56,20 +57,26 @@ def _count(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return zeros.scatter_add(dim, index, torch.ones_like(index, dtype=torch.int32))
 
 
-def _combined(
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    combine: Callable[[Tensor, Tensor], Tensor],
-    include_self: bool,
-) -> Any:
-    """Reduce the values of each place in the order of places, the last of which is then that of all of them."""
+def _combined(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
     length, size = index.shape[dim], x.shape[dim]
-    if not isinstance(length, int):
-        return NotImplemented
-    if not length:
+    if isinstance(length, int) and not length:
         return x.clone()
+    combine, _ = _COMBINED[reduce]
+    before = torch.ones_like(x) if include_self and reduce == "prod" else x
+    if isinstance(length, int):
+        places, values = _in_order(index, src, dim, combine, size)
+        before = torch.cat([before, before.narrow(dim, 0, 1)], dim)  # with a place for values that are not the last
+        reduced = before.scatter(dim, places, values).narrow(dim, 0, size)
+    else:
+        reduced = before.scatter(dim, index, _in_pairs(index, src, dim, reduce))
+    return combine(reduced, x) if include_self else reduced
+
+
+def _in_order(
+    index: Tensor, src: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor], size: int
+) -> tuple[Tensor, Tensor]:
+    """Reduce the values in the order of their places, and number the last ones of each; the others go behind all."""
+    length = index.shape[dim]
 
     def joined(place: Tensor, value: Tensor, later_place: Tensor, later: Tensor) -> list[Tensor]:
         return [later_place, torch.where(place == later_place, combine(value, later), later)]
@@ -78,7 +85,12 @@ def _combined(
     _, values = scanned(joined, [places, src.gather(dim, order)], dim)
     goes_on = places.narrow(dim, 1, length - 1) == places.narrow(dim, 0, length - 1)
     places = torch.cat([places.narrow(dim, 0, length - 1).masked_fill(goes_on, size), places.narrow(dim, -1, 1)], dim)
-    before = torch.ones_like(x) if include_self and combine is torch.mul else x
-    before = torch.cat([before, before.narrow(dim, 0, 1)], dim)  # with a place for values that are not the last
-    reduced = before.scatter(dim, places, values).narrow(dim, 0, size)
-    return combine(reduced, x) if include_self else reduced
+    return places, values
+
+
+def _in_pairs(index: Tensor, src: Tensor, dim: int, reduce: str) -> Tensor:
+    """Reduce for each value all that go to the same place, so that those of a place are equal."""
+    _, of_all = _COMBINED[reduce]
+    own, others = src.unsqueeze(dim + 1), src.unsqueeze(dim)
+    neutral = torch.ones_like(own) if reduce == "prod" else own
+    return of_all(torch.where(index.unsqueeze(dim + 1) == index.unsqueeze(dim), others, neutral), dim + 1)
