@@ -164,7 +164,19 @@ LAID_TOGETHER = {
     "the variance of a product": lambda x, i: torch.var(x.transpose(0, 1).reshape(10, 4) @ WEIGHT, -1),
 }
 """Products of rows that a view has laid together: what coreai-torch makes of them ends the process."""
-CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER
+COLUMNS = torch.linspace(-1, 1, 12).view(3, 4)
+AS_MANY_ROWS = {
+    "a view": lambda x, i: COLUMNS @ x[:, :4].sin().reshape(4, 8),
+    "views of views": lambda x, i: torch.addmm(
+        ROWS.view(-1)[:8], COLUMNS, x[:, :4].sin()[None].reshape(8, 4).view(4, 8)
+    ),
+    "a column": lambda x, i: COLUMNS @ x.flatten(0, 1)[:8].sin().reshape(4, 4, 2)[..., 1],
+    "a batch": lambda x, i: COLUMNS[None] @ x[:, :4].sin().reshape(1, 4, 8).clone(),
+    "sums of products by index": lambda x, i: torch.einsum("ok,kn->on", COLUMNS, x[:, :4].sin().reshape(4, 8)),
+    "itself": lambda x, i: x[:, :4].reshape(4, 8).T @ x[:, :4].sin().reshape(4, 8),
+}
+"""Products with views of tensors of as many rows: Core AI's optimizer takes these tensors in the place of the views."""
+CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER | AS_MANY_ROWS
 
 
 @pytest.mark.parametrize("names", together(CASES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,20 +16,26 @@ _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _KEPT = (*_VIEWS, _aten.alias.default, _aten.clone.default, _aten.squeeze.dims, _aten.unsqueeze.default)
 """Operators through which the optimizer sees a view."""
+_RIGHT = {_aten.mm.default: 1, _aten.bmm.default: 1, _aten.addmm.default: 2, _aten.baddbmm.default: 2}
+"""Where products have their second operand."""
 
 
 def keep_products_apart(graph: fx.Graph) -> None:
-    """Put a maximum of a value and itself behind products that Core AI's optimizer breaks, in place.
+    """Put a maximum of a value and itself beside products that Core AI's optimizer breaks, in place.
 
     A view that splits a batch of unknown size is joined with the one before the product; a product of rows that a view
     has laid together, behind one another, becomes a product of what the view read. Either happens in one operand of
-    what follows, whose sizes no longer fit then: the runtime refuses the first, the second ends the process. Of the
-    operators that change nothing, this is one that the optimizer leaves where it is.
+    what follows, whose sizes no longer fit then: the runtime refuses the first, the second ends the process. A product
+    with a view, as second operand, of what has as many rows by chance becomes one with what the view read, with other
+    numbers. Of the operators that change nothing, this is one that the optimizer leaves where it is.
 
     Args:
         graph: of a decomposed program.
     """
     for node in list(graph.nodes):
+        right: Any = node.args[_RIGHT[node.target]] if node.target in _RIGHT else None
+        if right is not None and _read_as_it_was(right):
+            _put_maximum(graph, right, [node])
         if node.target is _aten.bmm.default and not isinstance(node.meta["val"].shape[0], int):
             _put_maximum(graph, node, [user for user in node.users if user.target in _VIEWS])
         elif node.target is _aten.mm.default and _laid_together(node.args[0]):
@@ -48,6 +55,40 @@ def _laid_together(rows: fx.Node) -> bool:
             return False
         rows = before
     return bool(rows.meta["val"].ndim > 2)
+
+
+def _read_as_it_was(right: Any) -> bool:
+    """Whether a view has made a product's second operand of a tensor with as many rows, and other columns."""
+    rows, columns = right.meta["val"].shape[-2:]
+    viewed = _viewed(right)
+    while viewed is not None:
+        sizes = viewed.meta["val"].shape[-2:]
+        if len(sizes) == 2 and str(sizes[1]) != str(columns) and _may_be_equal(sizes[0], rows):
+            return True
+        viewed = _viewed(viewed)
+    return False
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of, whose elements have the same order; None for other operators."""
+    if node.target in (*_KEPT, _aten.select.int):
+        return node.args[0]
+    if node.target is _aten.expand.default:
+        before = node.args[0]
+        return before if str(node.meta["val"].shape) == str(before.meta["val"].shape) else None
+    order = list(range(node.meta["val"].dim()))
+    while node.target is _aten.permute.default:
+        node, dims = node.args
+        order = [dims[dim] % len(order) for dim in order]
+        sizes = node.meta["val"].shape
+        moved = [dim for dim in order if not (isinstance(sizes[dim], int) and sizes[dim] == 1)]
+        if moved == sorted(moved):
+            return node
+    return None
+
+
+def _may_be_equal(size: Any, other: Any) -> bool:
+    return not (isinstance(size, int) and isinstance(other, int)) or size == other
 
 
 def _rows(product: fx.Node) -> Iterator[fx.Node]:

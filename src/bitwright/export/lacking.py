@@ -239,6 +239,16 @@ def _reduced_number(x: Tensor, dim: int, index: Tensor, value: float, *, reduce:
     return _reduced(x, dim, index, number.expand(index.shape), reduce=reduce)
 
 
+def _rows_reduced(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """``torch.index_reduce``: each row has one place for all that it holds."""
+    if not x.dim():
+        return torch.scatter_reduce(x, 0, index.reshape([]), source.reshape([]), reduce, include_self=include_self)
+    places = index.reshape([-1, *[1] * (x.dim() - 1 - dim % x.dim())]).expand(source.shape)
+    return torch.scatter_reduce(x, dim, places, source, reduce, include_self=include_self)
+
+
 def equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
     """Return the size of an adaptive pool's windows if they all have one."""
     sizes = x.shape[-len(output_size) :]
@@ -320,6 +330,7 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.fmax.default: _largest_number,
     _aten.fmin.default: _smallest_number,
     _aten.hypot.default: _hypot,
+    _aten.index_reduce.default: _rows_reduced,
     _aten.kthvalue.default: _kth,
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
