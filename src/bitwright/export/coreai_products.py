@@ -16,6 +16,10 @@ _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _KEPT = (*_VIEWS, _aten.alias.default, _aten.clone.default, _aten.squeeze.dims, _aten.unsqueeze.default)
 """Operators through which the optimizer sees a view."""
+_REDUCTIONS = (
+    *(_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default),
+    *(_aten.any.dim, _aten.all.dim, _aten.prod.dim_int, _aten.argmax.default, _aten.argmin.default),
+)
 _RIGHT = {_aten.mm.default: 1, _aten.bmm.default: 1, _aten.addmm.default: 2, _aten.baddbmm.default: 2}
 """Where products have their second operand."""
 
@@ -60,13 +64,24 @@ def _laid_together(rows: fx.Node) -> bool:
 def _read_as_it_was(right: Any) -> bool:
     """Whether a view has made a product's second operand of a tensor with as many rows, and other columns."""
     rows, columns = right.meta["val"].shape[-2:]
-    viewed = _viewed(right)
-    while viewed is not None:
-        sizes = viewed.meta["val"].shape[-2:]
-        if len(sizes) == 2 and str(sizes[1]) != str(columns) and _may_be_equal(sizes[0], rows):
-            return True
-        viewed = _viewed(viewed)
+    viewed = right
+    while (viewed := _viewed(viewed)) is not None:
+        shapes = [viewed.meta["val"].shape, _with_reduced(viewed)]
+        for sizes in (shape[-2:] for shape in shapes if len(shape) > 1):
+            if str(sizes[1]) != str(columns) and _may_be_equal(sizes[0], rows):
+                return True
     return False
+
+
+def _with_reduced(node: Any) -> list[Any]:
+    """The sizes of a reduction's result before the dimensions that it was reduced by, now of one, are left out."""
+    if node.target not in _REDUCTIONS or len(node.args) < 2:
+        return []
+    rank, dims = node.args[0].meta["val"].dim(), node.args[1]
+    reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    left = iter(node.meta["val"].shape)
+    is_kept = node.meta["val"].dim() == rank
+    return [1 if dim in reduced and not is_kept else next(left) for dim in range(rank)]
 
 
 def _viewed(node: Any) -> Any:
