@@ -144,6 +144,15 @@ FUNCTIONS = {
     "exponential units": lambda x, i: F.elu(x, 0.3),
     "an error function": lambda x, i: torch.erfc(x / 4),
     "functions of integers": lambda x, i: torch.reciprocal(i + 1)[..., None] * x + i.cos()[..., None],
+    "integers and numbers that are none": lambda x, i: (
+        (
+            (i * 1.0001e-5 * 1000 + (i - 0.3) * (0.3001 - i) + i / 30.7 + torch.sub(1.7, i, alpha=2) + i.int() * 0.3001)
+            + (i * 2048 + 1 > 2048.5)
+            + (i * 2048 + 1 == 2048.5)
+            + (i > 1) * 0.3001
+        )[..., None]
+        * x
+    ),
     "powers of integers": lambda x, i: ((i + 2) ** 0.4)[..., None] * x + (i**2)[..., None],
     "an average of moved channels": lambda x, i: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
     "the largest of one picture": lambda x, i: F.max_pool2d(x, 3, 1, 1) + F.max_pool1d(x, 4),
@@ -173,6 +182,7 @@ AS_MANY_ROWS = {
     "a column": lambda x, i: COLUMNS @ x.flatten(0, 1)[:8].sin().reshape(4, 4, 2)[..., 1],
     "a batch": lambda x, i: COLUMNS[None] @ x[:, :4].sin().reshape(1, 4, 8).clone(),
     "sums of products by index": lambda x, i: torch.einsum("ok,kn->on", COLUMNS, x[:, :4].sin().reshape(4, 8)),
+    "an average": lambda x, i: x[0].reshape(20, 1) @ x.sin().reshape(1, 10, 4, 1).mean(2).reshape(1, 10),
     "itself": lambda x, i: x[:, :4].reshape(4, 8).T @ x[:, :4].sin().reshape(4, 8),
 }
 """Products with views of tensors of as many rows: Core AI's optimizer takes these tensors in the place of the views."""

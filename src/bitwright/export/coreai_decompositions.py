@@ -21,21 +21,39 @@ __all__ = ["RIGHT_IN_COREAI"]
 _aten = torch.ops.aten
 
 
-def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Any:
     """``x + alpha * other``; coreai-torch forgets the factor, and the runtime has no sums of masks."""
     if _are_masks(x, other):
         return torch.logical_or(x, other)
-    return NotImplemented if alpha == 1 else x + other * alpha
+    return _integers_with_number(_aten.add.Tensor)(x, other) if alpha == 1 else x + other * alpha
 
 
-def _subtract(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+def _subtract(x: Tensor, other: Any, *, alpha: float = 1) -> Any:
     """``x - alpha * other``; coreai-torch forgets the factor."""
-    return NotImplemented if alpha == 1 else x - other * alpha
+    return _integers_with_number(_aten.sub.Tensor)(x, other) if alpha == 1 else x - other * alpha
 
 
-def _multiply(x: Tensor, other: Any) -> Tensor:
+def _multiply(x: Tensor, other: Any) -> Any:
     """``x * other``; the runtime has no products of masks."""
-    return torch.logical_and(x, other) if _are_masks(x, other) else NotImplemented
+    return torch.logical_and(x, other) if _are_masks(x, other) else _integers_with_number(_aten.mul.Tensor)(x, other)
+
+
+def _integers_with_number(op: Any) -> Callable[[Any, Any], Any]:
+    """How integers or masks meet a number that is none: as floats; coreai-torch rounds both to half precision."""
+
+    def met(x: Any, other: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype.is_complex or not isinstance(other, float):
+            return NotImplemented
+        return op(x.to(torch.result_type(x, other)), other)
+
+    return met
+
+
+def _number_less_integers(x: Tensor, other: Any, alpha: Any = 1) -> Any:
+    """``other - alpha * x``, of integers as floats."""
+    if x.dtype.is_floating_point or not isinstance(other, float):
+        return decomposition_table[_aten.rsub.Scalar](x, other, alpha)
+    return torch.neg(x.to(torch.result_type(x, other)) * alpha) + other
 
 
 def _are_masks(*tensors: Any) -> bool:
@@ -493,6 +511,7 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
+_COMPARISONS = [getattr(_aten, name).Scalar for name in ("eq", "ne", "gt", "ge", "lt", "le")]
 _REDUCTIONS = [
     _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.linalg_vector_norm.default, _aten.max.default,
     _aten.mean.default, _aten.mean.dim, _aten.min.default, _aten.prod.default, _aten.prod.dim_int,
@@ -502,6 +521,7 @@ _REDUCTIONS = [
 RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     **{function: _of_floats(function) for function in _FUNCTIONS_OF_FLOATS},
     **{reduction: _of_rows(reduction) for reduction in _REDUCTIONS},
+    **{comparison: _integers_with_number(comparison) for comparison in _COMPARISONS},
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
     _aten.amax.default: _extreme(_aten.amax.default),
@@ -510,6 +530,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.cat.default: _concatenated,
+    _aten.div.Tensor: _integers_with_number(_aten.div.Tensor),
     _aten.expand.default: _expand,
     _aten.gather.default: _gather,
     _aten.index.Tensor: _index,
@@ -539,6 +560,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
     _aten.remainder.Scalar: _remainder_of_number,
+    _aten.rsub.Scalar: _number_less_integers,
     _aten.embedding_bag.padding_idx: LACKING_BASICS[_aten.embedding_bag.padding_idx],
     _aten.scatter_reduce.two: LACKING_BASICS[_aten.scatter_reduce.two],
     _aten.floor_divide.default: LACKING[_aten.floor_divide.default],

@@ -82,7 +82,7 @@ def _number_less(x: Tensor, other: float, alpha: float = 1) -> Any:
     dtype = torch.result_type(x, other)
     if dtype == x.dtype and alpha == 1:
         return NotImplemented
-    return torch.sub(torch.full([], other, dtype=dtype, device=x.device), x, alpha=alpha)
+    return torch.sub(torch.full([], other, dtype=dtype, device=x.device), x.to(dtype), alpha=alpha)
 
 
 def _whole_quotient(x: Any, other: Any) -> Any:
