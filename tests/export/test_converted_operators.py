@@ -130,6 +130,26 @@ LACKED = {
         (1.5 - (x * 9).int()) * x + torch.rsub((x * 9).int(), 1, alpha=2) + torch.rsub(x, 0.5, alpha=3)
         + 7.5 // ((x * 9).int() * 2 + 1) + (x * 9).long() // 1.5
     ),
+    "averages at places": lambda x: (
+        x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean")
+        + x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean", include_self=False)
+    ),
+    "extremes and products at places": lambda x: (
+        x.scatter_reduce(1, (x[:, :3] > 0).long() * 2, x[:, :3] * 2, "amax")
+        + x.scatter_reduce(-1, (x[..., :7] * 2).long() % 10, x * 2, "amin", include_self=False)
+        + x.scatter_reduce(2, (x[:1, :3] > 0).long(), x[1:, 1:], "prod")
+        + x.scatter_reduce(0, (x[:1] > 0).long(), x.flip(0), "prod", include_self=False)
+        + x.mean().scatter_reduce(0, torch.tensor(0), x[0, 0, 0, 0], "amax")
+    ),
+    "added and multiplied at places": lambda x: (
+        x.scatter(1, (x[:, :3, :7] > 0).long(), x, reduce="add")
+        + x.scatter(-1, (x[:1] > 0).long() * 3, 0.5, reduce="multiply")
+    ),
+    "at fewer places than values": lambda x: (
+        x.scatter(1, (x[:, :1, :7] > 0).long() * 2, x * 2)
+        + x.scatter_add(1, (x[..., :7] > 0).long(), x * 2)
+        + x.gather(1, (x[:1, :3, :, :1] > 0).long()).sum()
+    ),
     "places of the smallest": lambda x: F.one_hot(x.argmin(1), 10).movedim(-1, 1)[:, :4, :, :10] + x.argmin() * x,
     "sorts and quantiles": lambda x: torch.msort(x) + torch.quantile(x, 0.3, -1, True) + x.nanquantile(0.8, 1, True),
 }  # fmt: skip
@@ -145,10 +165,6 @@ NOT_ONNX = {
 """What ONNX Runtime refuses: the largest, and the mirror image, of a number."""
 
 ONNX_ONLY = {
-    "averages at places": lambda x: (
-        x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean")
-        + x.scatter_reduce(1, (x[:, :3] > 0).long(), x[:, :3], "mean", include_self=False)
-    ),
     "cross entropy": lambda x: (
         F.cross_entropy(x, x.argmax(1), torch.tensor([1.0, 2, 3, 4]), ignore_index=1, label_smoothing=0.1)
         + F.cross_entropy(x, x.flip(0).softmax(1))
@@ -163,8 +179,8 @@ ONNX_ONLY = {
         x.reshape(1, 8, 8, 10), torch.zeros(8), torch.ones(8), torch.arange(8.0), -torch.ones(8), training=True
     ),
 }
-"""ExecuTorch has no kernels for averages at places, for averages in three dimensions or products of integers, and no
-norms with running statistics; losses it was not asked for."""
+"""ExecuTorch has no kernels for averages in three dimensions or products of integers, and no norms with running
+statistics; losses it was not asked for."""
 
 
 _MANY_OPERATORS = {
@@ -410,12 +426,42 @@ def test_kernels_that_executorch_lacks_are_named(sizes, tmp_path):
     target = TARGETS["executorch"]
     if target.missing() is not None:
         pytest.skip("needs executorch")
-    x, model = torch.randn(2, 4, 8, 10), nn.Sequential(Model(ONNX_ONLY["averages at places"])).eval()
+    x, model = torch.randn(2, 4, 8, 10), nn.Sequential(Model(lambda x: x[:, torch.randperm(4)])).eval()
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
-    with pytest.raises(ConversionError, match=r"^ExecuTorch's runtime has no kernel for aten::scatter_reduce\.two_out"):
+    with pytest.raises(ConversionError, match=r"^ExecuTorch's runtime has no kernel for aten::randperm\.out"):
         target.write(ready, (x,), tmp_path / "model.pte", {}, sizes)
     assert not list(tmp_path.iterdir())
     if sizes is None:
         (problem,) = check_operators(model, "executorch", (x,))
         assert problem.where == "0"
-        assert "no kernel for the operator aten::scatter_reduce.two_out" in problem.message
+        assert "no kernel for the operator aten::randperm.out" in problem.message
+
+
+class Segments(nn.Module):
+    """The largest and the product of the values of each segment, as TAPAS reduces the words of a cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 6)
+
+    def forward(self, x):
+        values = self.project(x)
+        segments = (values[..., :1] > 0).long().expand_as(values)
+        places = torch.zeros_like(values[:, :4])
+        return places.scatter_reduce(1, segments, values, "amax", include_self=False), (places + 2).scatter_reduce(
+            1, segments, values, "prod"
+        )
+
+
+@pytest.mark.parametrize("target", ["coreai", "executorch"])
+def test_segments_are_reduced(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 5, 16), ({0: torch.export.Dim("b", max=4), 1: torch.export.Dim("s", min=4, max=8)},)
+    ready = Quantizer(Segments().eval(), QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
+    path = TARGETS[target].write(ready, (x,), tmp_path / f"m{TARGETS[target].suffix}", {}, shapes)
+    x = torch.randn(3, 7, 16)
+    with torch.no_grad():
+        expected = ready(x)
+    assert min(sqnr(*pair) for pair in zip(expected, TARGETS[target].run(path, (x,)), strict=True)) > 100

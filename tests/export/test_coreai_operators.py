@@ -144,11 +144,23 @@ FUNCTIONS = {
     "exponential units": lambda x, i: F.elu(x, 0.3),
     "an error function": lambda x, i: torch.erfc(x / 4),
     "functions of integers": lambda x, i: torch.reciprocal(i + 1)[..., None] * x + i.cos()[..., None],
+    "integers and numbers that are none": lambda x, i: (
+        (
+            (i * 1.0001e-5 * 1000 + (i - 0.3) * (0.3001 - i) + i / 30.7 + torch.sub(1.7, i, alpha=2) + i.int() * 0.3001)
+            + (i * 2048 + 1 > 2048.5)
+            + (i * 2048 + 1 == 2048.5)
+            + (i > 1) * 0.3001
+        )[..., None]
+        * x
+    ),
     "powers of integers": lambda x, i: ((i + 2) ** 0.4)[..., None] * x + (i**2)[..., None],
     "an average of moved channels": lambda x, i: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
     "the largest of one picture": lambda x, i: F.max_pool2d(x, 3, 1, 1) + F.max_pool1d(x, 4),
     "adaptive pools of one picture": lambda x, i: F.adaptive_avg_pool2d(x, (5, 2)) * F.adaptive_max_pool2d(x, (1, 2)),
     "sums at places": lambda x, i: x.scatter_reduce(1, i[..., None].expand(2, 5, 4), x.flip(1), "sum"),
+    "averages of integers at places": lambda x, i: (
+        torch.zeros_like(i).scatter_reduce(1, i, (x * 9).long()[..., 0], "mean")[..., None] * x
+    ),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }
 WEIGHT = torch.linspace(-1, 1, 12).view(4, 3)
@@ -161,7 +173,20 @@ LAID_TOGETHER = {
     "the variance of a product": lambda x, i: torch.var(x.transpose(0, 1).reshape(10, 4) @ WEIGHT, -1),
 }
 """Products of rows that a view has laid together: what coreai-torch makes of them ends the process."""
-CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER
+COLUMNS = torch.linspace(-1, 1, 12).view(3, 4)
+AS_MANY_ROWS = {
+    "a view": lambda x, i: COLUMNS @ x[:, :4].sin().reshape(4, 8),
+    "views of views": lambda x, i: torch.addmm(
+        ROWS.view(-1)[:8], COLUMNS, x[:, :4].sin()[None].reshape(8, 4).view(4, 8)
+    ),
+    "a column": lambda x, i: COLUMNS @ x.flatten(0, 1)[:8].sin().reshape(4, 4, 2)[..., 1],
+    "a batch": lambda x, i: COLUMNS[None] @ x[:, :4].sin().reshape(1, 4, 8).clone(),
+    "sums of products by index": lambda x, i: torch.einsum("ok,kn->on", COLUMNS, x[:, :4].sin().reshape(4, 8)),
+    "an average": lambda x, i: x[0].reshape(20, 1) @ x.sin().reshape(1, 10, 4, 1).mean(2).reshape(1, 10),
+    "itself": lambda x, i: x[:, :4].reshape(4, 8).T @ x[:, :4].sin().reshape(4, 8),
+}
+"""Products with views of tensors of as many rows: Core AI's optimizer takes these tensors in the place of the views."""
+CASES = WRITES | READS | ARITHMETIC | SHAPES | FUNCTIONS | LAID_TOGETHER | AS_MANY_ROWS
 
 
 @pytest.mark.parametrize("names", together(CASES))

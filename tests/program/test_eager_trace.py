@@ -162,3 +162,52 @@ def test_every_call_of_a_module_can_be_recorded():
         assert [call.times for call in program.calls.values()] == [1, 1, 2, 2, 2]
         assert program.calls["shared"].children == ["shared.0", "shared.1"]
         assert [len(call.repeats) for call in program.calls.values()][:3] == [0, 0, 1]
+
+
+class Tables(nn.Module):
+    """Computes tables when it is first called, and keeps them and its last result."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("sums", torch.rand(3, 4))
+        self.register_buffer("counts", torch.ones(3))
+        self.centres, self.steps, self.last = None, {}, None
+
+    def forward(self, x):
+        if self.centres is None:
+            self.centres = self.sums / self.counts.clamp(min=0.1)[:, None]
+        if x.shape[-1] not in self.steps:
+            self.steps[x.shape[-1]] = torch.arange(x.shape[-1]) * 0.1
+        self.last = self.fc(x + self.steps[x.shape[-1]])
+        return self.last @ self.centres.T
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_what_is_computed_once_is_not_recorded(was_called):
+    """As in Mimi, whose codebook is a quotient of buffers: such calls would be planned and never made again."""
+    model, x = Tables().eval(), torch.randn(2, 4)
+    if was_called:
+        model(x)
+    assert [op.type for op in trace_eager(model, (x,)).ops if op.type != "T"] == ["add", "linear", "matmul"]
+
+
+class Recurrent(nn.Module):
+    """Keeps what it makes of its input and of a parameter: it is traced as it is called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.memory, self.twice, self.calls = nn.Parameter(torch.randn(4, 4)), None, None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.twice = self.weight * 2
+        self.memory = x if self.memory is None else self.memory + x
+        self.kept = self.memory @ self.twice
+        return self.kept
+
+
+def test_what_depends_on_inputs_or_parameters_is_recorded():
+    model = Recurrent().eval()
+    assert [op.type for op in trace_eager(model, (torch.randn(2, 4),)).ops] == ["mul", "matmul"]
+    assert model.calls == 1

@@ -43,7 +43,10 @@ class QuantizedActivation:
         """
         problems = simulator.check_health()
         if problems:
-            raise ArtifactError(f"{name!r} cannot be exported: {'; '.join(problems)}. Calibrate the model first.")
+            raise ArtifactError(
+                f"{name!r} cannot be exported: {'; '.join(problems)}. Calibrate the model first; leave a call that "
+                "calibration does not reach out of the configuration, by its name."
+            )
         calculator, granularity = simulator.qparams_calculator, simulator.granularity
         layout = ActivationLayout(
             format=str(simulator.dtype).removeprefix("torch."),

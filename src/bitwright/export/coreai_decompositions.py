@@ -21,21 +21,39 @@ __all__ = ["RIGHT_IN_COREAI"]
 _aten = torch.ops.aten
 
 
-def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Any:
     """``x + alpha * other``; coreai-torch forgets the factor, and the runtime has no sums of masks."""
     if _are_masks(x, other):
         return torch.logical_or(x, other)
-    return NotImplemented if alpha == 1 else x + other * alpha
+    return _integers_with_number(_aten.add.Tensor)(x, other) if alpha == 1 else x + other * alpha
 
 
-def _subtract(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+def _subtract(x: Tensor, other: Any, *, alpha: float = 1) -> Any:
     """``x - alpha * other``; coreai-torch forgets the factor."""
-    return NotImplemented if alpha == 1 else x - other * alpha
+    return _integers_with_number(_aten.sub.Tensor)(x, other) if alpha == 1 else x - other * alpha
 
 
-def _multiply(x: Tensor, other: Any) -> Tensor:
+def _multiply(x: Tensor, other: Any) -> Any:
     """``x * other``; the runtime has no products of masks."""
-    return torch.logical_and(x, other) if _are_masks(x, other) else NotImplemented
+    return torch.logical_and(x, other) if _are_masks(x, other) else _integers_with_number(_aten.mul.Tensor)(x, other)
+
+
+def _integers_with_number(op: Any) -> Callable[[Any, Any], Any]:
+    """How integers or masks meet a number that is none: as floats; coreai-torch rounds both to half precision."""
+
+    def met(x: Any, other: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype.is_complex or not isinstance(other, float):
+            return NotImplemented
+        return op(x.to(torch.result_type(x, other)), other)
+
+    return met
+
+
+def _number_less_integers(x: Tensor, other: Any, alpha: Any = 1) -> Any:
+    """``other - alpha * x``, of integers as floats."""
+    if x.dtype.is_floating_point or not isinstance(other, float):
+        return decomposition_table[_aten.rsub.Scalar](x, other, alpha)
+    return torch.neg(x.to(torch.result_type(x, other)) * alpha) + other
 
 
 def _are_masks(*tensors: Any) -> bool:
@@ -147,6 +165,14 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor, **reduce: Any) -> 
             written = _aten.scatter(x.narrow(one, 0, size), dim, index, src, **reduce)
             return torch.slice_scatter(x, written, one, 0, size)
     return NotImplemented
+
+
+def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    """``torch.gather`` with fewer places than elements in another dimension, which coreai-torch refuses."""
+    others = [one for one in range(x.dim()) if one != dim % x.dim() and _is_less(index.shape[one], x.shape[one])]
+    for one in others:
+        x = x.narrow(one, 0, index.shape[one])
+    return _aten.gather(x, dim, index) if others else NotImplemented
 
 
 def _is_less(size: Any, other: Any) -> bool:
@@ -419,11 +445,6 @@ def _sort_stably(x: Tensor, *, stable: bool | None, dim: int = -1, descending: b
     return _sort(x, dim, descending)
 
 
-def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Any:
-    """Sums at places; other ways to reduce have no operator."""
-    return torch.scatter(x, dim, index, src, reduce="add") if reduce == "sum" and include_self else NotImplemented
-
-
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """The tensor itself, as PyTorch's averages over all of it come out of a decomposition; or copies of its numbers."""
     moves = [(one, other) for length, one, other in zip(size, stride, x.stride(), strict=False) if length != 1]
@@ -490,6 +511,7 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
+_COMPARISONS = [getattr(_aten, name).Scalar for name in ("eq", "ne", "gt", "ge", "lt", "le")]
 _REDUCTIONS = [
     _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.linalg_vector_norm.default, _aten.max.default,
     _aten.mean.default, _aten.mean.dim, _aten.min.default, _aten.prod.default, _aten.prod.dim_int,
@@ -499,6 +521,7 @@ _REDUCTIONS = [
 RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     **{function: _of_floats(function) for function in _FUNCTIONS_OF_FLOATS},
     **{reduction: _of_rows(reduction) for reduction in _REDUCTIONS},
+    **{comparison: _integers_with_number(comparison) for comparison in _COMPARISONS},
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
     _aten.amax.default: _extreme(_aten.amax.default),
@@ -507,7 +530,9 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.cat.default: _concatenated,
+    _aten.div.Tensor: _integers_with_number(_aten.div.Tensor),
     _aten.expand.default: _expand,
+    _aten.gather.default: _gather,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
     _aten.max_pool2d_with_indices.default: _max_pool,
@@ -535,12 +560,13 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
     _aten.remainder.Scalar: _remainder_of_number,
+    _aten.rsub.Scalar: _number_less_integers,
     _aten.embedding_bag.padding_idx: LACKING_BASICS[_aten.embedding_bag.padding_idx],
+    _aten.scatter_reduce.two: LACKING_BASICS[_aten.scatter_reduce.two],
     _aten.floor_divide.default: LACKING[_aten.floor_divide.default],
     _aten.rrelu.default: LACKING[_aten.rrelu.default],
     _aten.scatter_add.default: _scatter_add,
     _aten.as_strided.default: _as_strided,
-    _aten.scatter_reduce.two: _scatter_reduce,
     _aten.sort.default: _sort,
     _aten.sort.stable: _sort_stably,
     _aten.unfold.default: _windows,

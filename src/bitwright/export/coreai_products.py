@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,20 +16,30 @@ _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _KEPT = (*_VIEWS, _aten.alias.default, _aten.clone.default, _aten.squeeze.dims, _aten.unsqueeze.default)
 """Operators through which the optimizer sees a view."""
+_REDUCTIONS = (
+    *(_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default),
+    *(_aten.any.dim, _aten.all.dim, _aten.prod.dim_int, _aten.argmax.default, _aten.argmin.default),
+)
+_RIGHT = {_aten.mm.default: 1, _aten.bmm.default: 1, _aten.addmm.default: 2, _aten.baddbmm.default: 2}
+"""Where products have their second operand."""
 
 
 def keep_products_apart(graph: fx.Graph) -> None:
-    """Put a maximum of a value and itself behind products that Core AI's optimizer breaks, in place.
+    """Put a maximum of a value and itself beside products that Core AI's optimizer breaks, in place.
 
     A view that splits a batch of unknown size is joined with the one before the product; a product of rows that a view
     has laid together, behind one another, becomes a product of what the view read. Either happens in one operand of
-    what follows, whose sizes no longer fit then: the runtime refuses the first, the second ends the process. Of the
-    operators that change nothing, this is one that the optimizer leaves where it is.
+    what follows, whose sizes no longer fit then: the runtime refuses the first, the second ends the process. A product
+    with a view, as second operand, of what has as many rows by chance becomes one with what the view read, with other
+    numbers. Of the operators that change nothing, this is one that the optimizer leaves where it is.
 
     Args:
         graph: of a decomposed program.
     """
     for node in list(graph.nodes):
+        right: Any = node.args[_RIGHT[node.target]] if node.target in _RIGHT else None
+        if right is not None and _read_as_it_was(right):
+            _put_maximum(graph, right, [node])
         if node.target is _aten.bmm.default and not isinstance(node.meta["val"].shape[0], int):
             _put_maximum(graph, node, [user for user in node.users if user.target in _VIEWS])
         elif node.target is _aten.mm.default and _laid_together(node.args[0]):
@@ -48,6 +59,51 @@ def _laid_together(rows: fx.Node) -> bool:
             return False
         rows = before
     return bool(rows.meta["val"].ndim > 2)
+
+
+def _read_as_it_was(right: Any) -> bool:
+    """Whether a view has made a product's second operand of a tensor with as many rows, and other columns."""
+    rows, columns = right.meta["val"].shape[-2:]
+    viewed = right
+    while (viewed := _viewed(viewed)) is not None:
+        shapes = [viewed.meta["val"].shape, _with_reduced(viewed)]
+        for sizes in (shape[-2:] for shape in shapes if len(shape) > 1):
+            if str(sizes[1]) != str(columns) and _may_be_equal(sizes[0], rows):
+                return True
+    return False
+
+
+def _with_reduced(node: Any) -> list[Any]:
+    """The sizes of a reduction's result before the dimensions that it was reduced by, now of one, are left out."""
+    if node.target not in _REDUCTIONS or len(node.args) < 2:
+        return []
+    rank, dims = node.args[0].meta["val"].dim(), node.args[1]
+    reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    left = iter(node.meta["val"].shape)
+    is_kept = node.meta["val"].dim() == rank
+    return [1 if dim in reduced and not is_kept else next(left) for dim in range(rank)]
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of, whose elements have the same order; None for other operators."""
+    if node.target in (*_KEPT, _aten.select.int):
+        return node.args[0]
+    if node.target is _aten.expand.default:
+        before = node.args[0]
+        return before if str(node.meta["val"].shape) == str(before.meta["val"].shape) else None
+    order = list(range(node.meta["val"].dim()))
+    while node.target is _aten.permute.default:
+        node, dims = node.args
+        order = [dims[dim] % len(order) for dim in order]
+        sizes = node.meta["val"].shape
+        moved = [dim for dim in order if not (isinstance(sizes[dim], int) and sizes[dim] == 1)]
+        if moved == sorted(moved):
+            return node
+    return None
+
+
+def _may_be_equal(size: Any, other: Any) -> bool:
+    return not (isinstance(size, int) and isinstance(other, int)) or size == other
 
 
 def _rows(product: fx.Node) -> Iterator[fx.Node]:

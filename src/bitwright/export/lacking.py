@@ -82,7 +82,7 @@ def _number_less(x: Tensor, other: float, alpha: float = 1) -> Any:
     dtype = torch.result_type(x, other)
     if dtype == x.dtype and alpha == 1:
         return NotImplemented
-    return torch.sub(torch.full([], other, dtype=dtype, device=x.device), x, alpha=alpha)
+    return torch.sub(torch.full([], other, dtype=dtype, device=x.device), x.to(dtype), alpha=alpha)
 
 
 def _whole_quotient(x: Any, other: Any) -> Any:
@@ -229,6 +229,26 @@ def _leaky(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
+def _reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Tensor:
+    """``torch.scatter`` that adds or multiplies."""
+    return torch.scatter_reduce(x, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+def _reduced_number(x: Tensor, dim: int, index: Tensor, value: float, *, reduce: str) -> Tensor:
+    number = torch.full([], value, dtype=x.dtype, device=x.device)
+    return _reduced(x, dim, index, number.expand(index.shape), reduce=reduce)
+
+
+def _rows_reduced(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """``torch.index_reduce``: each row has one place for all that it holds."""
+    if not x.dim():
+        return torch.scatter_reduce(x, 0, index.reshape([]), source.reshape([]), reduce, include_self=include_self)
+    places = index.reshape([-1, *[1] * (x.dim() - 1 - dim % x.dim())]).expand(source.shape)
+    return torch.scatter_reduce(x, dim, places, source, reduce, include_self=include_self)
+
+
 def equal_windows(x: Tensor, output_size: Sequence[int]) -> list[int] | None:
     """Return the size of an adaptive pool's windows if they all have one."""
     sizes = x.shape[-len(output_size) :]
@@ -310,10 +330,13 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.fmax.default: _largest_number,
     _aten.fmin.default: _smallest_number,
     _aten.hypot.default: _hypot,
+    _aten.index_reduce.default: _rows_reduced,
     _aten.kthvalue.default: _kth,
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
     _aten.rsub.Scalar: _number_less,
+    _aten.scatter.reduce: _reduced,
+    _aten.scatter.value_reduce: _reduced_number,
     _aten.searchsorted.Scalar: places_in_order,
     _aten.searchsorted.Tensor: places_in_order,
 }

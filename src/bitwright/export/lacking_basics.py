@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .lacking import composed, is_negative, log_of_sum, places_in_order, scanned
+from .scattering import reduced_at_places
 
 __all__ = ["LACKING_BASICS"]
 
@@ -160,6 +161,7 @@ LACKING_BASICS: dict[Any, Callable[..., Any]] = {
     _aten.msort.default: lambda x: torch.sort(x, 0)[0],
     **{quantile: composed(quantile) for quantile in _QUANTILES},
     _aten.round.decimals: _rounded,
+    _aten.scatter_reduce.two: reduced_at_places,
     _aten.signbit.default: is_negative,
     _aten.std_mean.correction: _deviation_and_mean,
     _aten.std_mean.dim: _of_dimension(_deviation_and_mean),

@@ -22,6 +22,7 @@ from bitwright.errors import TraceError
 from .aten_names import is_in_place
 from .export_errors import inputs_by_name
 from .handed_out import HandedOut
+from .kept_tensors import is_constant, kept_tensors
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
@@ -43,7 +44,8 @@ def trace_eager(
     """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
 
     The ops of each module are recorded at its first call only; of later calls the boundary, as ``repeats``. The model,
-    its statistics and the random state are as before.
+    its statistics and the random state are as before. A model that computes a constant when it is first called, and
+    keeps it, runs once more: it will not make those calls again.
 
     Args:
         model: the model.
@@ -57,6 +59,7 @@ def trace_eager(
     """
     tracer = _Tracer(model, on_op, every_call)
     kwargs = dict(example_kwargs or {})
+    kept = kept_tensors(model)
     with preserved_state(model):
         undo = tracer.install()
         try:
@@ -72,6 +75,9 @@ def trace_eager(
         finally:
             for restore in undo:
                 restore()
+    new = [tensor for place, tensor in kept_tensors(model).items() if place not in kept]
+    if any(is_constant(tracer.value_of(tensor, "", ValueKind.OTHER)) for tensor in new):
+        return trace_eager(model, example_inputs, example_kwargs, on_op, every_call=every_call)
     return tracer.program()
 
 
@@ -134,7 +140,7 @@ class _Tracer:
             kind = ValueKind.INPUT if not self.frames else ValueKind.OTHER
             for name, leaf in _flat_arguments(module, args, kwargs):
                 frame.call.input_names.append(name)
-                frame.call.inputs.append(self._value_of(leaf, name, kind))
+                frame.call.inputs.append(self.value_of(leaf, name, kind))
         self.frames.append(frame)
         return frame
 
@@ -144,7 +150,7 @@ class _Tracer:
         if self.calls[frame.path] is not frame.call:
             self.calls[frame.path].repeats.append(frame.call)
         for index, leaf in enumerate(tree_leaves(output)):
-            frame.call.outputs.append(self._value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
+            frame.call.outputs.append(self.value_of(leaf, f"{frame.path or 'model'}_out_{index}", ValueKind.OTHER))
 
     def _shows(self, frame: _Frame) -> bool:
         """Whether what crosses a module's boundary is recorded; inside ``torch.vmap`` it has no numbers to look at."""
@@ -209,14 +215,14 @@ class _Tracer:
         entries += [(names.index(k) if k in names else len(args) + n, k, v) for n, (k, v) in enumerate(kwargs.items())]
         for index, name, entry in entries:
             if isinstance(entry, torch.Tensor):
-                found.append((index, name, None, self._value_of(entry, name, ValueKind.OTHER)))
+                found.append((index, name, None, self.value_of(entry, name, ValueKind.OTHER)))
             elif isinstance(entry, (list, tuple)):
                 for item, leaf in enumerate(entry):
                     if isinstance(leaf, torch.Tensor):
-                        found.append((index, name, item, self._value_of(leaf, name, ValueKind.OTHER)))
+                        found.append((index, name, item, self.value_of(leaf, name, ValueKind.OTHER)))
         return found
 
-    def _value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
+    def value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return None
         leaf = self.handed_out.origin(leaf)

@@ -1,6 +1,7 @@
-"""Indexed writes that add or average, for torch's ONNX exporter.
+"""Indexed writes for torch's ONNX exporter.
 
-Its optimizer has some that add replace what they should add to; its translation has those that average do so.
+Its optimizer has some that add replace what they should add to; its translation has those that average do so. ONNX has
+a value for each place, PyTorch at least one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 from .bools import are_bools
 from .torchlib import operators, torchs_translation
 
-__all__ = ["WRITES", "indexed_write", "scattered"]
+__all__ = ["SCATTERS", "WRITES", "indexed_write", "scatter_to_places", "scattered"]
 
 WRITES = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 """Writes to the places that indices name; ``index_add`` becomes one of them."""
+
+SCATTERS = (torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default)
+"""Writes to the places along one dimension that a tensor of numbers names."""
 
 
 def indexed_write(torchs: Any, opset: int | None) -> Callable[..., Any]:
@@ -42,6 +46,30 @@ def indexed_write(torchs: Any, opset: int | None) -> Callable[..., Any]:
     return write
 
 
+def scatter_to_places(torchs: Any, opset: int | None) -> Callable[..., Any]:
+    """Return the translation of a write along one dimension, which leaves out values without a place.
+
+    Args:
+        torchs: one of :data:`SCATTERS`.
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
+        return torchs_translation(torchs, opset)(x, dim, index, _within(src, index))
+
+    return scatter
+
+
+def _within(src: Any, index: Any) -> Any:
+    """The values that have a place."""
+    if None in (src.shape, index.shape) or list(src.shape) == list(index.shape):
+        return src
+    op, rank = operators(), len(index.shape)
+    values = op.Slice(src, [0] * rank, op.Shape(index), list(range(rank)))
+    values.shape, values.type = index.shape, src.type
+    return values
+
+
 def scattered(opset: int | None) -> Callable[..., Any]:
     """Return the translation of ``aten::scatter_reduce``.
 
@@ -51,6 +79,7 @@ def scattered(opset: int | None) -> Callable[..., Any]:
 
     def scatter(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
         torchs = torchs_translation(torch.ops.aten.scatter_reduce.two, opset)
+        src = _within(src, index)
         if reduce != "mean":
             return torchs(x, dim, index, src, reduce, include_self)
         if x.dtype is None or not x.dtype.is_floating_point():

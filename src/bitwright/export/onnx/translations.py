@@ -10,7 +10,7 @@ import torch
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .embedding_bags import embedding_bag
-from .indexing import WRITES, indexed_write, scattered
+from .indexing import SCATTERS, WRITES, indexed_write, scatter_to_places, scattered
 from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, rounding
 from .losses import cross_entropy
 from .norms import batch_norm
@@ -45,6 +45,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: attention(opset),
         **SQUEEZES,
         **{overload: antialiased(overload, opset) for overload in ANTIALIASED},
+        **{overload: scatter_to_places(overload, opset) for overload in SCATTERS},
         **{overload: indexed_write(overload, opset) for overload in WRITES},
         **{overload: where(overload, opset) for overload in WHERE},
         **{overload: extreme(overload, opset) for overload in EXTREMES},
