@@ -57,28 +57,32 @@ def trace_eager(
     Raises:
         TraceError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
-    tracer = _Tracer(model, on_op, every_call)
-    kwargs = dict(example_kwargs or {})
-    kept = kept_tensors(model)
+    for _ in range(2):
+        tracer, kept = _Tracer(model, on_op, every_call), kept_tensors(model)
+        _run(model, tracer, example_inputs, dict(example_kwargs or {}))
+        new = [tensor for place, tensor in kept_tensors(model).items() if place not in kept]
+        if not any(is_constant(tracer.value_of(tensor, "", ValueKind.OTHER)) for tensor in new):
+            break
+    return tracer.program()
+
+
+def _run(model: nn.Module, tracer: _Tracer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Call a model once, traced."""
     with preserved_state(model):
         undo = tracer.install()
         try:
             with tracer.mode:
-                model(*example_inputs, **kwargs)
+                model(*args, **kwargs)
         except Exception as error:
             where = tracer.failed_in
             raise TraceError(
                 f"The model raised {type(error).__name__} in its forward (module {where or '<root>'!r}) while it was "
                 f"traced with the example inputs: {error}. Check that model(*example_inputs) runs in eval mode."
-                f"{inputs_by_name(model, example_inputs)}"
+                f"{inputs_by_name(model, args)}"
             ) from error
         finally:
             for restore in undo:
                 restore()
-    new = [tensor for place, tensor in kept_tensors(model).items() if place not in kept]
-    if any(is_constant(tracer.value_of(tensor, "", ValueKind.OTHER)) for tensor in new):
-        return trace_eager(model, example_inputs, example_kwargs, on_op, every_call=every_call)
-    return tracer.program()
 
 
 class _Frame:

@@ -22,7 +22,7 @@ from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
 from .input_shapes import InputShapesError
-from .kept_results import without_kept_results
+from .kept_tensors import without_kept_results
 from .masks import holds_mask
 from .model import Program
 from .stack_traces import short_stack_traces

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,25 +12,34 @@ from torch import nn
 
 from .model import Value
 
-__all__ = ["is_constant", "kept_tensors"]
+__all__ = ["is_constant", "kept_tensors", "without_kept_results"]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def kept_tensors(model: nn.Module) -> dict[tuple[int, str, Any], torch.Tensor]:
-    """Return the attributes of modules that are tensors or dictionaries of them, and neither parameters nor buffers.
+    """Return the attributes of modules that are tensors, or lists or dictionaries of them; no parameters or buffers.
 
     Args:
         model: the model.
 
     Returns:
-        Tensors by the identity of their module, the name of the attribute, and the key in a dictionary, otherwise None.
+        Tensors by the identity of their module, the name of the attribute, and the key in it, None for the attribute
+        itself.
     """
-    of_every_module, kept = vars(nn.Module()), {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in of_every_module:
-                entries = value if type(value) is dict else {None: value}
-                kept.update({(id(module), name, key): entry for key, entry in entries.items()})
-    return {place: entry for place, entry in kept.items() if isinstance(entry, torch.Tensor)}
+    return {
+        (id(module), name, key): tensor
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+        for key, tensor in _tensors_in(value).items()
+    }
+
+
+def _tensors_in(value: Any) -> dict[Any, torch.Tensor]:
+    """The tensors that an attribute holds, by key."""
+    entries = value if type(value) is dict else dict(enumerate(value)) if type(value) is list else {None: value}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
 
 
 def is_constant(value: Value) -> bool:
@@ -46,3 +58,45 @@ def is_constant(value: Value) -> bool:
         known.update(map(id, before))
         found += before
     return True
+
+
+@contextlib.contextmanager
+def without_kept_results(model: nn.Module) -> Iterator[None]:
+    """Hide what modules keep of earlier calls and drop in ``train()``; a capture would have it as constants.
+
+    LeViT of timm keeps its attention biases when it is called in eval mode: a program that is captured afterwards does
+    not read the parameters, which training would then not change.
+
+    Args:
+        model: has on exit what it kept before, and not what the block let it keep in the same places.
+    """
+    hidden = []
+    for module in model.modules():
+        if type(module).train is not nn.Module.train:
+            for name, dropped in _dropped(module).items():
+                hidden.append((module, name, vars(module)[name]))
+                vars(module)[name] = dropped
+    try:
+        yield
+    finally:
+        for module, name, kept in hidden:
+            vars(module)[name] = kept
+
+
+def _dropped(module: nn.Module) -> dict[str, Any]:
+    """Attributes in which a module keeps tensors until it is trained, as they are then."""
+    attributes = vars(module).items()
+    keeping = {name: value for name, value in attributes if name not in _OF_EVERY_MODULE and _tensors_in(value)}
+    if not keeping:
+        return {}
+    twin = copy.copy(module)  # train() may write to anything, such as weights that were merged for inference
+    state = {"_parameters": _cloned(module._parameters), "_buffers": _cloned(module._buffers), "_modules": {}}
+    vars(twin).update({**state, **{name: copy.copy(value) for name, value in keeping.items()}})
+    with contextlib.suppress(Exception), torch.no_grad():  # its children are not there
+        twin.train()
+        return {name: vars(twin)[name] for name in keeping if name in vars(twin) and not _tensors_in(vars(twin)[name])}
+    return {}
+
+
+def _cloned(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if tensor is None else copy.deepcopy(tensor.detach()) for name, tensor in tensors.items()}
