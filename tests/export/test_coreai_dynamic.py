@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("coreai_torch")
 
 from bitwright.errors import BitwrightError
+from bitwright.export.conversion import ConversionError, converting
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.measures import sqnr
@@ -120,6 +121,13 @@ def test_the_runtimes_words_are_not_taken_for_a_finalized_model(monkeypatch, tmp
     monkeypatch.setattr("asyncio.run", refuse)
     with pytest.raises(BitwrightError, match=r"coreai\.batch_matmul.*write the float model with other operators"):
         run_coreai(tmp_path, ())
+
+
+@pytest.mark.parametrize(("converter", "finalized"), [("coreai-torch", False), ("torch.export", True)])
+def test_core_ais_words_are_not_taken_for_a_finalized_model(converter, finalized):
+    with pytest.raises(ConversionError) as caught, converting(converter):
+        raise RuntimeError("'coreai.reduce_max' op failed to verify its axes")
+    assert ("finalized for Core AI" in str(caught.value)) == finalized
 
 
 def _check(kind, preset, mode, shapes, sizes, tmp_path):

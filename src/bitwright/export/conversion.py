@@ -39,6 +39,8 @@ OTHER_OPERATOR = "The float model has it: write it with other operators there, o
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOST = re.compile(r"target (\S+) references nonexistent attribute")
 _FINALIZED = re.compile(r"\bcoreai(\.|::)\w+")
+_OF_COREAI = ("coreai-torch", "The Core AI runtime")
+"""Converters whose errors name Core AI's operators for any model."""
 _PREPARED_REMEDY = (
     "Give the exporter the prepared model; for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
 )
@@ -85,7 +87,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
             raise ConversionError(str(unknown)) from error
         place, operator = _place(error)
         where = f" (at {operator} in {place or 'the model itself'})" if operator else ""
-        advice = _sizes_remedy(error) or remedy or _remedy(error)
+        advice = _sizes_remedy(error) or remedy or _remedy(error, converter)
         message = f"{converter} cannot take this model: {_words(error)}{where}. {advice}"
         problem = Problem("target", place or "the model itself", message, Severity.ERROR)
         raise ConversionError(message, (problem,)) from error
@@ -211,11 +213,11 @@ def _sizes_remedy(error: Exception) -> str | None:
     )
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: Exception, converter: str) -> str:
     lost = next(filter(None, (_LOST.search(str(part)) for part in _chain(error))), None)
     if lost is not None:
         return _rename(lost[1])
-    if any(_FINALIZED.search(str(part)) for part in _chain(error)):
+    if converter not in _OF_COREAI and any(_FINALIZED.search(str(part)) for part in _chain(error)):
         return _FINALIZED_REMEDY
     general = (
         "Try it with the float model: if that fails too, the model uses an op that the converter lacks; if not, "
