@@ -465,3 +465,30 @@ def test_segments_are_reduced(target, tmp_path):
     with torch.no_grad():
         expected = ready(x)
     assert min(sqnr(*pair) for pair in zip(expected, TARGETS[target].run(path, (x,)), strict=True)) > 100
+
+
+class Strides(nn.Module):
+    """Fills tensors with its strides, as Ultralytics' detectors do; its sparse heads, as Whisper's, are not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.strides = nn.Conv2d(3, 4, 3, 2, 1), torch.tensor([8.0, 16.0])
+        self.register_buffer("heads", torch.eye(3).to_sparse(), persistent=False)
+
+    def forward(self, x):
+        y = self.layer(x).flatten(2)
+        first, second = (torch.full((y.shape[2], 1), stride, dtype=y.dtype) for stride in self.strides)
+        return y * first.T + second.sum() + torch.full_like(y, self.strides[1])
+
+
+@pytest.mark.parametrize("target", ["coreai", "executorch", "onnx"])
+def test_tensors_are_filled_with_numbers_of_tensors(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    torch.manual_seed(0)
+    x, shapes = torch.randn(2, 3, 8, 8), ({0: torch.export.Dim("b", max=4)},)
+    ready = Quantizer(Strides().eval(), QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).eval()
+    path = TARGETS[target].write(ready, (x,), tmp_path / f"m{TARGETS[target].suffix}", {}, shapes)
+    x = torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        assert sqnr(ready(x), TARGETS[target].run(path, (x,))[0]) > 100

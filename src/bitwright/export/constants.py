@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .signatures import written_tensors
 
-__all__ = ["add_constant", "compute_beforehand", "primitives", "remove_constant", "repeats"]
+__all__ = [
+    "add_constant",
+    "compute_beforehand",
+    "primitives",
+    "remove_constant",
+    "remove_unread_sparse_states",
+    "repeats",
+]
 
 _COMPUTING = ("aten", "prims", "coreai", "quantized_decomposed")
 """Namespaces of operators that return in PyTorch what they return in a file; those of stand-ins do not."""
@@ -171,3 +178,17 @@ def remove_constant(program: ExportedProgram, node: fx.Node) -> None:
     if spec.target is not None and all(one.target != spec.target for one in specs):
         program.state_dict.pop(spec.target, None)
         program.constants.pop(spec.target, None)
+
+
+def remove_unread_sparse_states(program: ExportedProgram) -> None:
+    """Remove sparse states that a program does not read, such as the alignment heads of Whisper, in place.
+
+    Converters copy all states, and have no form for these.
+    """
+    given = set(program.graph_signature.user_inputs)
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        is_sparse = isinstance(value, torch.Tensor) and value.layout is not torch.strided
+        if is_sparse and not node.users and node.name not in given:
+            remove_constant(program, node)
+    program.graph_module.recompile()

@@ -18,7 +18,7 @@ from bitwright.common import ExportBackend
 from .attention import zero_where_nothing_is_seen
 from .averages import average_in_order
 from .complex_numbers import complex_nodes, without_complex_numbers
-from .constants import compute_beforehand
+from .constants import compute_beforehand, remove_unread_sparse_states
 from .conversion import (
     OTHER_OPERATOR,
     captured,
@@ -41,7 +41,7 @@ from .extras import require
 from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
-from .numbers_alone import give_numbers_a_dimension
+from .numbers_alone import fill_with_tensors, give_numbers_a_dimension
 from .pool_places import spell_out_places
 from .repeated_calls import merge_repeated_calls
 from .signatures import drop_constants, forget_written_parameters, refuse_numbers, tensors_apart
@@ -141,6 +141,8 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """
     coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
     drop_constants(program)
+    remove_unread_sparse_states(program)
+    fill_with_tensors(program.graph)
     program = without_complex_numbers(program) or program
     spell_out_experts(program.graph_module)
     spell_out_split_experts(program.graph_module)

@@ -1,4 +1,4 @@
-"""Operators along a dimension of a number, which has none, for converters and runtimes that refuse or crash."""
+"""Tensors that are one number: operators along a dimension of theirs, which is none, and what is filled with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,40 @@ from torch import fx
 
 from .graph_edits import call, replace
 
-__all__ = ["give_numbers_a_dimension"]
+__all__ = ["fill_with_tensors", "give_numbers_a_dimension"]
 
 _aten = torch.ops.aten
 
 
+_FILLS = (_aten.full.default, _aten.full_like.default, _aten.new_full.default)
+_NUMBERS = (_aten.item.default, _aten._local_scalar_dense.default)
+"""Operators that return the number of a tensor."""
+
+
+def fill_with_tensors(graph: fx.Graph) -> None:
+    """Write tensors that are filled with the number of a tensor as products with it, in place.
+
+    As the detectors of Ultralytics fill a tensor with each of their strides: coreai-torch fills with constants only.
+
+    Args:
+        graph: of an exported program.
+    """
+    for node in list(graph.nodes):
+        number: Any = node.args[-1] if node.target in _FILLS else None
+        if not isinstance(number, fx.Node) or number.target not in _NUMBERS:
+            continue
+        with node.meta["val"].fake_mode, graph.inserting_before(node):
+            ones = call(graph, node.target, *node.args[:-1], 1, **{**node.kwargs, "dtype": node.meta["val"].dtype})
+            value = call(graph, _aten._to_copy.default, number.args[0], dtype=node.meta["val"].dtype)
+            filled = call(graph, _aten.mul.Tensor, ones, call(graph, _aten.reshape.default, value, []))
+        replace(node, filled)
+    graph.eliminate_dead_code()
+
+
 def give_numbers_a_dimension(graph: fx.Graph) -> None:
     """Let operators along a dimension have numbers as vectors of one element, in place.
+
+    Converters and runtimes refuse them otherwise, or end the process.
 
     Args:
         graph: of an exported program.

@@ -17,7 +17,7 @@ from torch._decomp import core_aten_decompositions
 from bitwright.artifact import CompressedTensor
 from bitwright.artifact.sites import activation_simulators
 from bitwright.export.complex_numbers import calls_on_complex_numbers, without_complex_numbers
-from bitwright.export.constants import compute_beforehand, primitives
+from bitwright.export.constants import compute_beforehand, primitives, remove_unread_sparse_states
 from bitwright.export.conversion import (
     OTHER_OPERATOR,
     ConversionError,
@@ -168,6 +168,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     drop_assertions_of_values(program.graph_module)
     program = without_lacking(program, _LACKING) or program
     drop_constants(program)
+    remove_unread_sparse_states(program)
     compute_beforehand(program, _lacks)
     flatten_convolutions(program)
     give_numbers_a_dimension(program.graph)
