@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from .graph_edits import call, replace
 
@@ -49,10 +50,9 @@ def give_numbers_a_dimension(graph: fx.Graph) -> None:
         graph: of an exported program.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _along_none(node):
-            continue
-        with node.meta["val"][0].fake_mode if isinstance(node.meta["val"], tuple) else node.meta["val"].fake_mode:
-            _write_with_vectors(graph, node)
+        if node.op == "call_function" and _along_none(node):
+            with tree_leaves(node.meta["val"])[0].fake_mode:
+                _write_with_vectors(graph, node)
 
 
 def _along_none(node: fx.Node) -> bool:
@@ -62,7 +62,7 @@ def _along_none(node: fx.Node) -> bool:
         return False
     if not any(one.name in ("dim", "dims") for one in target._schema.arguments) or not node.args:
         return False
-    results = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],)
+    results = tree_leaves(node.meta.get("val"))
     return _is_number(node.args[0]) and all(isinstance(one, torch.Tensor) and not one.ndim for one in results)
 
 
