@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .torchlib import operators, torchs_translation
 
-__all__ = ["PREDICATES", "ROUNDINGS", "are_integers", "predicate", "product_and_sum", "rounding"]
+__all__ = ["PREDICATES", "ROUNDINGS", "are_integers", "predicate", "product_and_sum", "product_by_index", "rounding"]
 
 _aten = torch.ops.aten
 _INTEGERS = {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
@@ -67,6 +67,24 @@ def product_and_sum(opset: int | None) -> Callable[..., Any]:
         return op.Add(_times(x, beta), _times(product, alpha))
 
     return addmm
+
+
+def product_by_index(opset: int | None) -> Callable[..., Any]:
+    """Return the translation of ``aten::einsum``, which multiplies positions with frequencies for rotary embeddings.
+
+    ONNX has products of one type only; torch's optimizer makes float64 of integers and float32.
+
+    Args:
+        opset: version of the operator set; None for torch's choice.
+    """
+
+    def einsum(equation: str, tensors: Sequence[Any], path: Any = None) -> Any:
+        floats = [one for one in tensors if one.dtype is not None and one.dtype.is_floating_point()]
+        if len(floats) == 1:
+            tensors = [one if one is floats[0] else operators().CastLike(one, floats[0]) for one in tensors]
+        return torchs_translation(_aten.einsum.default, opset)(equation, tensors, path)
+
+    return einsum
 
 
 def _times(x: Any, factor: float) -> Any:
