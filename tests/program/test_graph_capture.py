@@ -662,7 +662,31 @@ class MergesWeights(KeepsBiases):
         return self
 
 
+class MergesForInference(nn.Module):
+    """Multiplies its factors when it goes into eval mode, and relies on the product there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.merged: torch.Tensor | None = None
+
+    def train(self, mode: bool = True) -> MergesForInference:
+        super().train(mode)
+        self.merged = None if mode else (self.left @ self.right).detach()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.left @ self.right if self.training else F.linear(x, self.merged)
+
+
 class TestKeptResults:
+    def test_what_eval_mode_relies_on_stays(self) -> None:
+        model, x = MergesForInference().eval(), torch.randn(2, 4)
+        merged = model.merged
+        module, _ = capture_graph(model, (x,))
+        torch.testing.assert_close(module(x), model(x))
+        assert model.merged is merged
+
     @pytest.mark.parametrize("called", [False, True])
     def test_a_graph_trains_what_the_model_kept_a_result_of(self, called: bool) -> None:
         model, x = KeepsBiases().eval(), torch.randn(2, 4)

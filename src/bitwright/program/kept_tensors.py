@@ -62,7 +62,7 @@ def is_constant(value: Value) -> bool:
 
 @contextlib.contextmanager
 def without_kept_results(model: nn.Module) -> Iterator[None]:
-    """Hide what modules keep of earlier calls and drop in ``train()``; a capture would have it as constants.
+    """Hide what modules keep of earlier calls until they are trained; a capture would have it as constants.
 
     LeViT of timm keeps its attention biases when it is called in eval mode: a program that is captured afterwards does
     not read the parameters, which training would then not change.
@@ -84,7 +84,10 @@ def without_kept_results(model: nn.Module) -> Iterator[None]:
 
 
 def _dropped(module: nn.Module) -> dict[str, Any]:
-    """Attributes in which a module keeps tensors until it is trained, as they are then."""
+    """Attributes in which a module keeps tensors until it is trained, as they are when it is back in its mode then.
+
+    What it makes anew for that mode, such as merged weights, which its forward may rely on, is not among them.
+    """
     attributes = vars(module).items()
     keeping = {name: value for name, value in attributes if name not in _OF_EVERY_MODULE and _tensors_in(value)}
     if not keeping:
@@ -94,6 +97,7 @@ def _dropped(module: nn.Module) -> dict[str, Any]:
     vars(twin).update({**state, **{name: copy.copy(value) for name, value in keeping.items()}})
     with contextlib.suppress(Exception), torch.no_grad():  # its children are not there
         twin.train()
+        twin.train(module.training)
         return {name: vars(twin)[name] for name in keeping if name in vars(twin) and not _tensors_in(vars(twin)[name])}
     return {}
 
