@@ -150,9 +150,11 @@ LACKED = {
         + x.scatter_add(1, (x[..., :7] > 0).long(), x * 2)
         + x.gather(1, (x[:1, :3, :, :1] > 0).long()).sum()
     ),
-    "positions and frequencies": lambda x: x * torch.einsum(
-        "i,j->ij", torch.arange(8), torch.linspace(0.1, 1, 10)
-    ).sin() + torch.einsum("i,bcij->bcij", torch.arange(8), x),
+    "positions and frequencies": lambda x: (
+        torch.einsum("i,j->ij", torch.arange(8), torch.linspace(0.1, 1, 10)).sin() * x
+        + torch.einsum("i,bcij->bcij", torch.arange(8), x)
+        + torch.einsum("i,j,ij->ij", torch.arange(8), x[0, 0, 0], x[0, 1])
+    ),
     "places of the smallest": lambda x: F.one_hot(x.argmin(1), 10).movedim(-1, 1)[:, :4, :, :10] + x.argmin() * x,
     "sorts and quantiles": lambda x: torch.msort(x) + torch.quantile(x, 0.3, -1, True) + x.nanquantile(0.8, 1, True),
 }  # fmt: skip

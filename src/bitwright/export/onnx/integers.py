@@ -79,9 +79,10 @@ def product_by_index(opset: int | None) -> Callable[..., Any]:
     """
 
     def einsum(equation: str, tensors: Sequence[Any], path: Any = None) -> Any:
-        floats = [one for one in tensors if one.dtype is not None and one.dtype.is_floating_point()]
-        if len(floats) == 1:
-            tensors = [one if one is floats[0] else operators().CastLike(one, floats[0]) for one in tensors]
+        if len({one.dtype for one in tensors} - {None}) > 1:
+            typed = [one for one in tensors if one.dtype is not None]
+            widest = max(typed, key=lambda one: (one.dtype.is_floating_point(), one.dtype.bitwidth))
+            tensors = [one if one.dtype == widest.dtype else operators().CastLike(one, widest) for one in tensors]
         return torchs_translation(_aten.einsum.default, opset)(equation, tensors, path)
 
     return einsum
