@@ -69,6 +69,29 @@ def _transforms(x):
     return back + several + torch.fft.irfft(torch.fft.rfft(x, n=13), n=9).mean() + torch.fft.fft(x[..., :7]).real.sum()
 
 
+MIXED = torch.polar(torch.ones(4, 4, 3, 4), torch.arange(192.0).view(4, 4, 3, 4))
+
+
+def _written_spectrum(x):
+    """As neural operators have it: the low frequencies are mixed, and the others are nothing."""
+    spectrum = torch.fft.fftshift(torch.fft.rfft2(x, norm="forward"), dim=2)
+    mixed = torch.zeros(*spectrum.shape[:2], 8, 6, dtype=torch.cfloat)
+    mixed[:, :, 3:6, :4] = torch.einsum("bihw,iohw->bohw", spectrum[:, :, 3:6, :4], MIXED)
+    mixed[:, :, 0] = x[:, :, 0, :6]
+    return torch.fft.irfft2(torch.fft.ifftshift(mixed, dim=2), s=(8, 10), norm="forward")
+
+
+def _complex_matrices(x):
+    z, matrix = torch.complex(x[..., :5], x[..., 5:]), MIXED[0, 0]
+    layer = F.linear(z[..., :4], matrix, MIXED[0, 0, :, 0]) + torch.tensor([1.0, 2, 3])
+    several = torch.baddbmm(z[0], z[1], z[1, :, :5, :]) + torch.bmm(z[0], torch.complex(x[1, :, :5, :5], x[1, :, 3:, 5:]))
+    placed = z.masked_fill(x[..., :5] > 0, 1 - 2j).index_put((torch.tensor([0]),), z[1]) ** 3
+    chosen = torch.where(x[..., :5] > 1, 2j, z) + torch.log(z + 3).sqrt() + F.pad(z[..., :3], (1, 1), value=0.5)
+    joined = torch.cat([z, x], -1) + torch.cat([torch.full_like(z, 3 - 1j), torch.ones_like(x, dtype=torch.cfloat)], -1)
+    results = (layer, torch.mv(z[0, 0], z[0, 0, 0]), several, placed, chosen, joined)
+    return torch.cat([torch.view_as_real(one).flatten() for one in results])
+
+
 def _spectrogram(x):
     frames = torch.stft(x.flatten(1), 32, 8, window=torch.hann_window(32), return_complex=True)
     return torch.log(frames.abs() ** 2 + 1e-2)
@@ -79,6 +102,8 @@ LACKED = {
     "rotary embeddings in complex numbers": _rotated,
     "arithmetic of complex numbers": _complex,
     "Fourier transforms": _transforms,
+    "a spectrum that is written": _written_spectrum,
+    "matrices and choices of complex numbers": _complex_matrices,
     "a spectrogram": _spectrogram,
     "attention with other values": lambda x: (
         F.scaled_dot_product_attention(x, x.flip(2), x[..., :6], SEEN, scale=0.3).sum()
@@ -191,10 +216,10 @@ statistics; losses it was not asked for."""
 _MANY_OPERATORS = {
     "executorch": (
         "windows of different sizes", "Fourier transforms", "arithmetic of complex numbers",
-        "bits, powers and roundings", "running products and extremes",
+        "bits, powers and roundings", "running products and extremes", "matrices and choices of complex numbers",
     ),
-    "onnx": ("windows of different sizes", "arithmetic of complex numbers"),
-    "coreai": ("windows of different sizes",),
+    "onnx": ("windows of different sizes", "arithmetic of complex numbers", "matrices and choices of complex numbers"),
+    "coreai": ("windows of different sizes", "matrices and choices of complex numbers"),
 }  # fmt: skip
 """What becomes hundreds of them: each takes as long as ten others, and is left to `make test-all`."""
 
@@ -311,6 +336,14 @@ def test_what_an_input_is_written_to_is_not_computed_beforehand():
     assert sum(node.op == "call_function" and "inv" in str(node.target) for node in program.graph.nodes) == 1
     for expected, actual in zip(Written()(x), program.module()(x), strict=True):
         assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("name", ["arithmetic of complex numbers", "matrices and choices of complex numbers"])
+def test_pairs_compute_what_complex_numbers_do(name):
+    x = torch.randn(2, 4, 8, 10)
+    model = Model(LACKED[name]).eval()
+    program = without_complex_numbers(torch.export.export(model, (x,)))
+    assert sqnr(model(x), program.module()(x)) > 100
 
 
 def test_transforms_of_one_size_share_their_matrices():

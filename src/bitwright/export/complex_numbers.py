@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from .constants import add_constant, compute_beforehand, remove_constant
 from .decomposing import decomposed
@@ -24,12 +25,22 @@ Pair: TypeAlias = tuple[Any, Any]
 
 _aten = torch.ops.aten
 _OF_EACH_PART = frozenset((
-    "alias", "cat", "chunk", "clone", "contiguous", "cumsum", "detach", "expand", "flatten", "flip", "gather", "index",
-    "index_select", "mean", "movedim", "narrow", "neg", "permute", "repeat", "repeat_interleave", "reshape", "roll",
-    "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t", "tile", "transpose", "unbind",
-    "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
+    "alias", "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diagonal", "expand",
+    "fill", "flatten", "flip", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select",
+    "masked_fill", "mean", "movedim", "narrow", "neg", "pad", "permute", "reflection_pad1d", "reflection_pad2d",
+    "repeat", "repeat_interleave", "replication_pad1d", "replication_pad2d", "reshape", "roll", "scatter",
+    "scatter_add", "select", "select_scatter", "slice", "slice_scatter", "split", "split_with_sizes", "squeeze",
+    "stack", "sum", "t", "tile", "transpose", "tril", "triu", "unbind", "unflatten", "unfold", "unsafe_split",
+    "unsqueeze", "view", "where", "_unsafe_view", "_reshape_alias",
 ))  # fmt: skip
 """Operators that do with complex numbers what they do with each part."""
+_VALUES = frozenset(("self", "other", "tensors", "src", "source", "value", "values"))
+"""Arguments of these operators of which each part gets its own; the others are places, sizes and conditions."""
+_FILLED = (
+    "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "zeros", "zeros_like",
+)  # fmt: skip
+_HIGHEST_POWER = 16
 _NORMALIZATIONS = {0: 0.0, 1: -0.5, 2: -1.0}
 """Powers of the number of elements that PyTorch's transforms multiply by: not at all, by its root, by itself."""
 _LONGEST_TRANSFORM = 2048
@@ -136,14 +147,17 @@ class _Pairs:
             "_to_copy": self._cast,
             "abs": self._length,
             "add": partial(self._sum, combine=add),
-            "angle": lambda node: call(self._graph, _aten.atan2.default, *reversed(self._both(node.args[0]))),
+            "angle": self._angle,
             "complex": lambda node: (node.args[0], node.args[1]),
             "div": self._quotient,
             "exp": self._power_of_e,
             "imag": lambda node: call(self._graph, _aten.alias.default, self._both(node.args[0])[1]),
             "mul": lambda node: self._product(*map(self._pair, node.args[:2])),
-            "constant_pad_nd": self._padded,
-            "pad": self._padded,
+            "log": lambda node: (call(self._graph, _aten.log.default, self._length(node)), self._angle(node)),
+            **dict.fromkeys(("bmm", "dot", "mm", "mv"), self._product_of_matrices),
+            "addmm": partial(self._added_product, product=_aten.mm.default),
+            "baddbmm": partial(self._added_product, product=_aten.bmm.default),
+            **dict.fromkeys(_FILLED, self._filled),
             "polar": lambda node: self._on_circle(node.args[0], node.args[1]),
             "pow": self._power,
             "real": lambda node: call(self._graph, _aten.alias.default, self._both(node.args[0])[0]),
@@ -155,7 +169,7 @@ class _Pairs:
             "to": self._cast,
             "view_as_complex": lambda node: tuple(self._select(node.args[0], part) for part in (0, 1)),
             "view_as_real": lambda node: call(self._graph, _aten.stack.default, list(self._both(node.args[0])), -1),
-            "where": self._chosen,
+            "sqrt": self._root,
         }
 
     def results(self) -> dict[fx.Node, fx.Node]:
@@ -198,37 +212,51 @@ class _Pairs:
         return self._of_parts(node)
 
     def _of_parts(self, node: fx.Node) -> Pair:
-        if not _is_complex(node) or not self._is_of_parts(node):
+        if not _is_complex(node):
             raise _NoPairsError
         return tuple(self._of_part(node, part) for part in (0, 1))
 
-    def _chosen(self, node: fx.Node) -> Pair:
-        if any(value for value in node.args if not isinstance(value, fx.Node)):
-            raise _NoPairsError  # a number, which the second part would get too
-        return self._of_parts(node)
-
-    def _padded(self, node: fx.Node) -> Pair:
-        if argument(node, "value"):
-            raise _NoPairsError  # the parts would be padded with different numbers
-        return self._of_parts(node)
-
-    def _is_of_parts(self, node: fx.Node) -> bool:
-        """Whether no real tensor stands beside complex ones, but for numbers of places and conditions."""
-        others = [source for source in node.all_input_nodes if not _is_complex(source)]
-        return not any(source.meta["val"].is_floating_point() for source in others if _is_tensor(source))
-
     def _of_part(self, node: fx.Node, part: int) -> Any:
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda source: self._both(source)[part] if source in self._pairs else source
-        )
-        if any(map(_is_complex, (*args, *kwargs.values()))):
-            raise _NoPairsError
+        args, kwargs = self._arguments_of_part(node, part)
         made = call(self._graph, node.target, *args, **kwargs)
         if _is_complex(made):
             raise _NoPairsError  # for a dtype among the arguments
         if isinstance(made.meta["val"], torch.Tensor):
             return made
         return [self._piece(made, number) for number in range(len(made.meta["val"]))]
+
+    def _arguments_of_part(self, node: fx.Node, part: int) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call with one part of each value among them."""
+        target: Any = node.target
+        dtype = _first_dtype(node).to_real()
+
+        def of_value(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [of_value(one) for one in value]
+            if isinstance(value, int | float | complex):
+                return complex(value).real if part == 0 else complex(value).imag
+            if not isinstance(value, fx.Node) or value in self._pairs:
+                return self._pairs[value][part] if isinstance(value, fx.Node) else value
+            real = call(self._graph, _aten._to_copy.default, value, dtype=dtype)
+            return real if part == 0 else call(self._graph, _aten.zeros_like.default, real)
+
+        names = [argument.name for argument in target._schema.arguments]
+        args = [of_value(arg) if name in _VALUES else arg for name, arg in zip(names, node.args, strict=False)]
+        kwargs = {name: of_value(arg) if name in _VALUES else arg for name, arg in node.kwargs.items()}
+        if any(map(_is_complex, tree_leaves((args, kwargs)))):
+            raise _NoPairsError  # one that is no value: a factor
+        return args, kwargs
+
+    def _filled(self, node: fx.Node) -> Pair:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._pair(source)[0])
+        val = torch.empty_like(node.meta["val"], dtype=node.meta["val"].dtype.to_real())
+        number = 0.0
+        if "full" in str(node.target):
+            (place, number), args = (1, args[1]), list(args)
+            args[place] = complex(number).real
+        real = self._graph.call_function(node.target, tuple(args), {**kwargs, "dtype": val.dtype})
+        real.meta["val"] = val
+        return real, call(self._graph, _aten.full_like.default, real, complex(number).imag)
 
     def _piece(self, made: fx.Node, number: int) -> fx.Node:
         piece: fx.Node = self._graph.call_function(operator.getitem, (made, number))
@@ -274,6 +302,14 @@ class _Pairs:
         real, imaginary = self._both(node.args[0])
         return real, call(self._graph, _aten.neg.default, imaginary)
 
+    def _angle(self, node: fx.Node) -> fx.Node:
+        real, imaginary = self._both(node.args[0])
+        return call(self._graph, _aten.atan2.default, imaginary, real)
+
+    def _root(self, node: fx.Node) -> Pair:
+        length = call(self._graph, _aten.sqrt.default, self._length(node))
+        return self._on_circle(length, self._multiply(self._angle(node), 0.5))
+
     def _length(self, node: fx.Node) -> fx.Node:
         return call(self._graph, _aten.sqrt.default, self._square(*self._both(node.args[0])))
 
@@ -301,13 +337,14 @@ class _Pairs:
         real, imaginary = self._pair(value)
         return real, 0.0 if imaginary is None else imaginary
 
-    def _product(self, one: Pair, other: Pair) -> Pair:
+    def _product(self, one: Pair, other: Pair, times: Callable[[Any, Any], fx.Node] | None = None) -> Pair:
+        times = times or self._times
         if one[1] is None:
-            one, other = other, one
+            return times(one[0], other[0]), times(one[0], other[1])
         if other[1] is None:
-            return self._times(one[0], other[0]), self._times(one[1], other[0])
-        real = self._subtract(self._times(one[0], other[0]), self._times(one[1], other[1]))
-        return real, self._add(self._times(one[0], other[1]), self._times(one[1], other[0]))
+            return times(one[0], other[0]), times(one[1], other[0])
+        real = self._subtract(times(one[0], other[0]), times(one[1], other[1]))
+        return real, self._add(times(one[0], other[1]), times(one[1], other[0]))
 
     def _times(self, one: Any, other: Any) -> fx.Node:
         return self._multiply(one, other) if isinstance(one, fx.Node) else self._multiply(other, one)
@@ -318,9 +355,23 @@ class _Pairs:
         return self._divided(*map(self._pair, node.args))
 
     def _power(self, node: fx.Node) -> Pair:
-        if node.args[1] != 2:
+        exponent: Any = node.args[1]
+        if exponent not in range(1, _HIGHEST_POWER + 1):
             raise _NoPairsError
-        return self._product(*[self._pair(node.args[0])] * 2)
+        factor = power = self._pair(node.args[0])
+        for _ in range(int(exponent) - 1):
+            power = self._product(power, factor)
+        return power
+
+    def _product_of_matrices(self, node: fx.Node) -> Pair:
+        target: Any = node.target
+        return self._product(*map(self._pair, node.args[:2]), times=partial(call, self._graph, target))
+
+    def _added_product(self, node: fx.Node, *, product: Any) -> Pair:
+        if argument(node, "alpha") != 1 or argument(node, "beta") != 1:
+            raise _NoPairsError
+        parts = self._product(*map(self._pair, node.args[1:3]), times=partial(call, self._graph, product))
+        return tuple(map(self._add, parts, self._both(node.args[0])))  # type: ignore[return-value]
 
     def _divided(self, dividend: Pair, divisor: Pair) -> Pair:
         divide = partial(call, self._graph, _aten.div.Tensor)
@@ -431,5 +482,7 @@ def _times(size: int, frequencies: int) -> torch.Tensor:
     return times
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+def _first_dtype(node: fx.Node) -> torch.dtype:
+    value: Any = node.meta["val"]
+    tensor: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+    return tensor.dtype
