@@ -192,6 +192,31 @@ def test_what_is_computed_once_is_not_recorded(was_called):
     assert [op.type for op in trace_eager(model, (x,)).ops if op.type != "T"] == ["add", "linear", "matmul"]
 
 
+class Anchors(nn.Module):
+    """Keeps the places of a grid until the size of its inputs is another one, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape, self.stride = None, torch.tensor([8.0, 16.0])
+
+    def forward(self, x):
+        if self.shape != x.shape:
+            self.shape, self.anchors = x.shape, torch.arange(x.shape[-1]).type_as(x) + 0.5
+            self.strides = x.new_full((1,), self.stride[1]) + torch.zeros_like(self.anchors)
+        return (x + self.anchors) * self.strides
+
+
+@pytest.mark.parametrize("called_before", [None, (3, 4), (2, 4)])
+def test_what_has_the_shape_of_an_input_alone_is_a_constant(called_before):
+    model = Anchors().eval()
+    if called_before is not None:
+        model(torch.randn(called_before))
+    program = trace_eager(model, (torch.randn(2, 4),))
+    assert [op.type for op in program.ops] == ["add", "mul"]
+    once = [] if called_before == (2, 4) else ["add", "add", "arange", "type_as"]
+    assert sorted(op.type for op in program.computed_once if op.type in ("add", "arange", "type_as")) == once
+
+
 class Recurrent(nn.Module):
     """Keeps what it makes of its input and of a parameter: it is traced as it is called first."""
 

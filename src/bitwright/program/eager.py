@@ -22,7 +22,7 @@ from bitwright.errors import TraceError
 from .aten_names import is_in_place
 from .export_errors import inputs_by_name
 from .handed_out import HandedOut
-from .kept_tensors import is_constant, kept_tensors
+from .kept_tensors import calls_of_constant, kept_tensors
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 from .protect import preserved_state
@@ -57,13 +57,17 @@ def trace_eager(
     Raises:
         TraceError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
-    for _ in range(2):
+    computed_once: list[Op] = []
+    for calls in range(2):
         tracer, kept = _Tracer(model, on_op, every_call), kept_tensors(model)
         _run(model, tracer, example_inputs, dict(example_kwargs or {}))
-        new = [tensor for place, tensor in kept_tensors(model).items() if place not in kept]
-        if not any(is_constant(tracer.value_of(tensor, "", ValueKind.OTHER)) for tensor in new):
+        new = [tensor for place, tensor in kept_tensors(model).items() if tensor is not kept.get(place)]
+        value_of = functools.partial(tracer.value_of, name="", kind=ValueKind.OTHER)
+        found = [op for one in map(value_of, new) for op in calls_of_constant(one, [*map(value_of, kept.values())])]
+        if not found or calls == 1:
             break
-    return tracer.program()
+        computed_once = found
+    return tracer.program(computed_once)
 
 
 def _run(model: nn.Module, tracer: _Tracer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -250,8 +254,9 @@ class _Tracer:
         self.values[(id(tensor), _version(tensor))] = (weakref.ref(tensor), value)
         return value
 
-    def program(self) -> Program:
+    def program(self, computed_once: Sequence[Op]) -> Program:
         root = self.calls.get("", ModuleCall(""))
+        again = set(map(_place, self.ops))
         return Program(
             mode="eager",
             ops=self.ops,
@@ -264,6 +269,7 @@ class _Tracer:
             readers=self.handed_out.readers,
             listed=self.handed_out.listed,
             by_key=tuple(self.handed_out.by_key),
+            computed_once=tuple(op for op in computed_once if _place(op) not in again),
         )
 
 
@@ -327,6 +333,11 @@ _NOT_OPS = frozenset(
     }
     | {"get_device", "element_size", "is_same_size", "is_nonzero", "has_names", "_is_view", "untyped_storage"}
 )
+
+
+def _place(op: Op) -> tuple[Any, ...]:
+    """Where a call was made: in which module, and where in its code."""
+    return op.module_path, op.type, op.written_in
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .model import Value
+from .model import Argument, Op, Value
 
-__all__ = ["is_constant", "kept_tensors", "without_kept_results"]
+__all__ = ["calls_of_constant", "kept_tensors", "without_kept_results"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -42,22 +42,35 @@ def _tensors_in(value: Any) -> dict[Any, torch.Tensor]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
 
 
-def is_constant(value: Value) -> bool:
-    """Return whether a value was computed, and of buffers and constants alone.
+def calls_of_constant(value: Value, attributes: Sequence[Value] = ()) -> list[Op]:
+    """Return the calls that compute a value of the numbers of buffers and constants alone; none for any other value.
+
+    What has only the type or the shape of an input, such as anchors of a feature map of that size, is a constant.
 
     Args:
         value: of an eager program.
+        attributes: further values that are constants.
     """
+    constants = set(map(id, attributes))
     found, known = [value], {id(value)}
     for one in found:
         if one.producer is None:
-            if one is value or one.state is None or one.state.is_parameter:
-                return False
+            if one is value or not (id(one) in constants or (one.state is not None and not one.state.is_parameter)):
+                return []
             continue
-        before = [argument.value for argument in one.producer.arguments if id(argument.value) not in known]
+        read = [argument for argument in one.producer.arguments if not _is_only_a_pattern(argument)]
+        before = [argument.value for argument in read if id(argument.value) not in known]
         known.update(map(id, before))
         found += before
-    return True
+    return [one.producer for one in found if one.producer is not None]
+
+
+def _is_only_a_pattern(argument: Argument) -> bool:
+    """Whether an argument gives a call a type, a device or a shape, and no numbers."""
+    name = argument.op.type
+    if name.startswith(("new_", "empty_", "full_", "ones_", "zeros_")):
+        return argument.index == 0
+    return argument.index > 0 and (name == "to" or name.endswith("_as"))
 
 
 @contextlib.contextmanager

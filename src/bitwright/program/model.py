@@ -247,6 +247,8 @@ class Program:
         readers: paths of modules whose forwards read states that ``parameters()`` and the like gave, in eager mode.
         listed: paths of modules that were asked for these.
         by_key: names of parameters that the forward looked up in ``_parameters``, in eager mode.
+        computed_once: calls that made constants which the model keeps, and does not make again for the same inputs, in
+            eager mode; none of ``ops``.
     """
 
     mode: str
@@ -260,6 +262,7 @@ class Program:
     readers: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     by_key: tuple[str, ...] = ()
+    computed_once: tuple[Op, ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Yield every value once: inputs, then each op's state arguments and outputs in order."""

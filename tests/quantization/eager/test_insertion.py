@@ -218,6 +218,33 @@ def test_calls_are_known_by_their_place_in_the_code(path):
     assert float(observed.running_max) == pytest.approx(float(expected.max()), rel=2e-2)
 
 
+class Grid(nn.Module):
+    """Keeps a table until the size of its inputs is another one; one layer, and calls like those of the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shape = nn.Conv2d(3, 4, 1), None
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.shape != x.shape:
+            self.shape, places = x.shape, torch.arange(x.shape[-1]).type_as(x) + 0.5
+            self.table = torch.cat([places, places + 100])[: x.shape[-1]]
+        return torch.cat([y + self.table, y], 1) + 1
+
+
+def test_tables_that_are_kept_for_one_size_take_no_simulators_at_another():
+    quantizer, x = Quantizer(Grid(), QuantizerConfig.presets.w8a8(execution_mode="eager")), torch.randn(2, 3, 5, 6)
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    prepared.eval()
+    expected = prepared(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(prepared(x[:1]), expected[:1])
+
+
 class MasksForExport(nn.Module):
     """Adds a mask that it makes while it is captured only, from positions."""
 

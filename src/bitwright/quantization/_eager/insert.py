@@ -148,6 +148,8 @@ class Insertion:
             for op in call.ops:
                 if op.type in table.seen:
                     table.written_in.setdefault(op.type, []).append(op.written_in)
+            once = [op for op in self._program.computed_once if op.module_path == path]
+            table.once.update((op.type, op.written_in) for op in once if op.written_in is not None)
             shielded.update(child for child in call.children if child not in self._tables)
             self._undo.append(wrap_forward(FrameScope(self._modules[path], table)))
         for path in sorted(shielded - self._scopes.keys()):

@@ -74,6 +74,7 @@ class CallTable:
         sites: simulators by call name (``"add_1"``).
         written_in: by function name, where each of its calls stands in the code, in their order.
         foreign: calls by function name and place that were taken for planned ones and are none.
+        once: calls by function name and place that compute constants, which the model keeps for inputs of one size.
         warned: call names that were already reported.
     """
 
@@ -82,6 +83,7 @@ class CallTable:
     sites: dict[str, CallSites] = field(default_factory=dict)
     written_in: dict[str, list[tuple[str, int] | None]] = field(default_factory=dict)
     foreign: set[tuple[str, tuple[str, int]]] = field(default_factory=set)
+    once: set[tuple[str, tuple[str, int]]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
     def find(self, base: str, code: tuple[str, int], counted: int, certain: int) -> tuple[int | None, bool]:
@@ -267,6 +269,8 @@ class _InterceptMode(TorchFunctionMode):
                 return frame.run_apart(func, args, kwargs or {}, base)
             if frame.apart and base not in QUESTIONS:
                 frame.report_used((args, kwargs))
+        if table.once and (base, calling_code()) in table.once:
+            return func(*args, **(kwargs or {}))
         planned = table.seen.get(base)
         if planned is None:
             if base in QUANTIZER_EAGER_OPS:
