@@ -84,7 +84,8 @@ def _written_spectrum(x):
 def _complex_matrices(x):
     z, matrix = torch.complex(x[..., :5], x[..., 5:]), MIXED[0, 0]
     layer = F.linear(z[..., :4], matrix, MIXED[0, 0, :, 0]) + torch.tensor([1.0, 2, 3])
-    several = torch.baddbmm(z[0], z[1], z[1, :, :5, :]) + torch.bmm(z[0], torch.complex(x[1, :, :5, :5], x[1, :, 3:, 5:]))
+    other = torch.complex(x[1, :, :5, :5], x[1, :, 3:, 5:])
+    several = torch.baddbmm(z[0], z[1], z[1, :, :5, :]) + torch.bmm(z[0], other)
     placed = z.masked_fill(x[..., :5] > 0, 1 - 2j).index_put((torch.tensor([0]),), z[1]) ** 3
     chosen = torch.where(x[..., :5] > 1, 2j, z) + torch.log(z + 3).sqrt() + F.pad(z[..., :3], (1, 1), value=0.5)
     joined = torch.cat([z, x], -1) + torch.cat([torch.full_like(z, 3 - 1j), torch.ones_like(x, dtype=torch.cfloat)], -1)

@@ -152,7 +152,7 @@ class _Pairs:
             "div": self._quotient,
             "exp": self._power_of_e,
             "imag": lambda node: call(self._graph, _aten.alias.default, self._both(node.args[0])[1]),
-            "mul": lambda node: self._product(*map(self._pair, node.args[:2])),
+            "mul": lambda node: self._product(self._pair(node.args[0]), self._pair(node.args[1])),
             "log": lambda node: (call(self._graph, _aten.log.default, self._length(node)), self._angle(node)),
             **dict.fromkeys(("bmm", "dot", "mm", "mv"), self._product_of_matrices),
             "addmm": partial(self._added_product, product=_aten.mm.default),
@@ -248,15 +248,17 @@ class _Pairs:
         return args, kwargs
 
     def _filled(self, node: fx.Node) -> Pair:
+        target: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._pair(source)[0])
         val = torch.empty_like(node.meta["val"], dtype=node.meta["val"].dtype.to_real())
-        number = 0.0
+        given: list[Any] = list(args)
+        number = 0.0 + 0.0j
         if "full" in str(node.target):
-            (place, number), args = (1, args[1]), list(args)
-            args[place] = complex(number).real
-        real = self._graph.call_function(node.target, tuple(args), {**kwargs, "dtype": val.dtype})
+            number = complex(given[1])
+            given[1] = number.real
+        real = self._graph.call_function(target, tuple(given), {**kwargs, "dtype": val.dtype})
         real.meta["val"] = val
-        return real, call(self._graph, _aten.full_like.default, real, complex(number).imag)
+        return real, call(self._graph, _aten.full_like.default, real, number.imag)
 
     def _piece(self, made: fx.Node, number: int) -> fx.Node:
         piece: fx.Node = self._graph.call_function(operator.getitem, (made, number))
@@ -365,12 +367,14 @@ class _Pairs:
 
     def _product_of_matrices(self, node: fx.Node) -> Pair:
         target: Any = node.target
-        return self._product(*map(self._pair, node.args[:2]), times=partial(call, self._graph, target))
+        one, other = map(self._pair, node.args)
+        return self._product(one, other, partial(call, self._graph, target))
 
     def _added_product(self, node: fx.Node, *, product: Any) -> Pair:
         if argument(node, "alpha") != 1 or argument(node, "beta") != 1:
             raise _NoPairsError
-        parts = self._product(*map(self._pair, node.args[1:3]), times=partial(call, self._graph, product))
+        one, other = map(self._pair, node.args[1:3])
+        parts = self._product(one, other, partial(call, self._graph, product))
         return tuple(map(self._add, parts, self._both(node.args[0])))  # type: ignore[return-value]
 
     def _divided(self, dividend: Pair, divisor: Pair) -> Pair:

@@ -24,6 +24,7 @@ from bitwright.errors import TraceError
 from .export_errors import sizes_refused, unknown_class
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
+from .whole_numbers import whole_sizes_kept
 
 __all__ = ["exported"]
 
@@ -84,7 +85,7 @@ def _capture(
 
     It takes every size for another one than 1, and refuses those for which that is wrong: ``x[:, 1:]`` may not have one
     row. The second time it leaves that open, as for sizes that depend on values, and refuses only what the model itself
-    asks. The least size is 2, as it is the first time.
+    asks. The least size is 2, as it is the first time. And ``int`` of a size is no constant then.
     """
     try:
         return torch.export.export(model, args, kwargs, **options)
@@ -93,7 +94,7 @@ def _capture(
             raise
         shapes = tree_map_only(torch.export.Dim, _from_two, options["dynamic_shapes"])
         patched = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with patched, contextlib.suppress(Exception):
+        with patched, whole_sizes_kept(model), contextlib.suppress(Exception):
             return torch.export.export(model, args, kwargs, **{**options, "dynamic_shapes": shapes})
         raise
 

@@ -1,0 +1,127 @@
+"""``int`` of a size while ``torch.export`` captures a model, which otherwise makes a constant of it.
+
+The windows of Swin transformers count their images as ``int(windows / (height * width / side / side))``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import nn
+from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+
+__all__ = ["whole_sizes_kept"]
+
+_OF_NO_MODEL = frozenset((*sys.stdlib_module_names, "bitwright", "numpy", "sympy", "torch"))
+
+
+class _KeepsSizes(type):
+    """Stands for ``int`` wherever that is called, or compared with a class."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.SymInt | torch.SymFloat):
+            return _whole(args[0])
+        return int(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, int)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is int or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(int)
+
+
+class _Int(int, metaclass=_KeepsSizes):
+    """``int``, but for sizes that ``torch.export`` does not know."""
+
+
+@contextlib.contextmanager
+def whole_sizes_kept(model: nn.Module) -> Iterator[None]:
+    """Let ``int`` of a size be a size in the code of a model.
+
+    Quotients of sizes that are whole numbers for all sizes are taken for these, and are rounded otherwise.
+
+    Args:
+        model: whose classes, and the functions that they call, see another ``int`` meanwhile; not where they ask
+            whether something ``is int``.
+    """
+    changed = [module for module in _modules_of(model) if "int" not in vars(module) and not _asks_what_int_is(module)]
+    for module in changed:
+        vars(module)["int"] = _Int
+    try:
+        yield
+    finally:
+        for module in changed:
+            vars(module).pop("int", None)
+
+
+def _whole(size: torch.SymInt | torch.SymFloat) -> Any:
+    if isinstance(size, torch.SymInt):
+        return size
+    node = size.node
+    exact = sympy.cancel(_as_quotients(node.expr))
+    if not (exact.is_integer and exact.is_nonnegative) or node.hint is None:
+        return torch.sym_int(size)  # type: ignore[no-untyped-call]
+    return node.shape_env.create_symintnode(exact, hint=int(node.hint))
+
+
+def _as_quotients(expression: Any) -> Any:
+    """An expression on sizes, in exact numbers where its constants are whole."""
+    if expression.is_Float:
+        return sympy.Integer(int(expression)) if float(expression).is_integer() else expression
+    parts = [_as_quotients(part) for part in expression.args]
+    if isinstance(expression, ToFloat):
+        return parts[0]
+    if isinstance(expression, FloatTrueDiv | IntTrueDiv):
+        return parts[0] / parts[1]
+    return expression.func(*parts) if parts else expression
+
+
+def _modules_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules of a model's classes, and of the functions that are known there."""
+    found = dict.fromkeys(name for part in model.modules() for name in _homes(type(part)))
+    modules = []
+    for name in (names := list(found)):
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType) or name.partition(".")[0] in _OF_NO_MODEL:
+            continue
+        modules.append(module)
+        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+        new = {one.__module__ for one in functions if isinstance(one.__module__, str)}.difference(found)
+        found.update(dict.fromkeys(new))
+        names += sorted(new)
+    return modules
+
+
+def _homes(cls: type) -> list[str]:
+    return [one.__module__ for one in cls.__mro__]
+
+
+def _asks_what_int_is(module: ModuleType) -> bool:
+    """Whether a function of a Python module compares something with ``int`` by ``is``; not as it builds a layer."""
+    values = list(vars(module).values())
+    classes = [vars(value) for value in values if inspect.isclass(value)]
+    methods = [method for members in classes for name, method in members.items() if name != "__init__"]
+    codes = [one.__code__ for one in values + methods if inspect.isfunction(one) and one.__module__ == module.__name__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        if "int" not in code.co_names:
+            continue
+        steps = list(dis.get_instructions(code))
+        if any(one.argval == "int" and other.opname == "IS_OP" for one, other in itertools.pairwise(steps)):
+            return True
+    return False

@@ -1,0 +1,83 @@
+"""``int`` of sizes in the code of models that torch.export captures."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from bitwright.program.exporting import exported
+from bitwright.program.whole_numbers import whole_sizes_kept
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+
+def windows_of(x, side):
+    batch, height, width, channels = x.shape
+    x = x.view(batch, height // side, side, width // side, side, channels)
+    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, side * side, channels)
+
+
+def joined(windows, side, height, width):
+    """As in Swin transformers: the number of images is a quotient of floats."""
+    batch = int(windows.shape[0] / (height * width / side / side))
+    x = windows.view(batch, height // side, width // side, side, side, -1)
+    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(batch, height, width, -1)
+
+
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        height, width = int(x.shape[1]), x.shape[2]
+        return joined(self.layer(windows_of(x, 4)).softmax(1), 4, height, width) + x
+
+
+@pytest.mark.parametrize("sizes", [{0: Dim("b", max=6)}, {0: Dim("b", max=6), 1: 4 * Dim("h", max=8)}])
+def test_windows_hold_for_every_batch(sizes):
+    model, x = Windows().eval(), torch.randn(2, 8, 12, 4)
+    program = exported(model, (x,), {}, dynamic_shapes={"x": sizes}, strict=False)
+    for height in (8, 20) if 1 in sizes else (8,):
+        other = torch.randn(3, height, 12, 4)
+        assert torch.equal(program.module()(other), model(other))
+    assert "int" not in globals()
+
+
+def test_windows_are_quantized_with_a_dynamic_batch():
+    quantizer = Quantizer(Windows(), QuantizerConfig.presets.w8a8(execution_mode="graph"))
+    x = torch.randn(2, 8, 12, 4)
+    prepared = quantizer.prepare((x,), dynamic_shapes={"x": {0: Dim("b", max=6)}})
+    with quantizer.calibration_mode():
+        prepared(x)
+    assert prepared.eval()(torch.randn(3, 8, 12, 4)).shape == (3, 8, 12, 4)
+
+
+def test_classes_compare_with_the_stand_in_as_with_int():
+    with whole_sizes_kept(Windows()):
+        number = globals()["int"]
+        assert int is number
+        assert all(isinstance(one, int) for one in (3, True))
+        assert not isinstance(3.0, int)
+        assert issubclass(bool, int)
+        assert (3).__class__ in (int, float)
+        assert (int("7").__class__, int(2.9), int("11", base=2)) == ((1).__class__, 2, 3)
+    assert "int" not in globals()
+
+
+def test_code_that_asks_for_int_itself_keeps_it(monkeypatch):
+    module = ModuleType("a_model_of_its_own")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    source = """
+from torch import nn
+class Asking(nn.Module):
+    def forward(self, x, size=2):
+        return x * 2 if type(size) is int else x
+"""
+    exec(source, vars(module))
+    with whole_sizes_kept(module.Asking()):
+        assert "int" not in vars(module)
