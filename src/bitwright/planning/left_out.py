@@ -1,0 +1,67 @@
+"""Rows of the plan for weights that nothing was decided about, so that none is left dense in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import nn
+
+from bitwright.config.spec import CompressionSimulatorBase
+from bitwright.program import Program, StateTensor
+
+from .packed_sizes import bytes_under
+from .plan import PlanRow
+
+__all__ = ["left_out_rows"]
+
+_NAMED = 3
+
+
+def left_out_rows(
+    program: Program,
+    rows: Sequence[PlanRow],
+    model: nn.Module,
+    unread: str,
+    stacks: Mapping[str, Sequence[nn.Module]] = MappingProxyType({}),
+) -> list[PlanRow]:
+    """Return a row for each parameter of two and more dimensions that has none.
+
+    Args:
+        program: the program, with views linked.
+        rows: the rows that there are.
+        model: the model that ``program`` was made from.
+        unread: what is said of parameters that no op reads.
+        stacks: by canonical name of a weight, the simulators that stand on it already.
+    """
+    known = {row.tensor for row in rows}
+    inside = set(_parameters_of_simulators(model))
+    left = [
+        state
+        for state in program.states.values()
+        if state.is_parameter and state.tensor.ndim >= 2 and state.name not in known and id(state.tensor) not in inside
+    ]
+    return [_row(state, _readers(state) or unread, stacks.get(state.name, ())) for state in left]
+
+
+def _parameters_of_simulators(model: nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        if isinstance(module, CompressionSimulatorBase):
+            yield from map(id, module.parameters())
+
+
+def _readers(state: StateTensor) -> str:
+    types = list(dict.fromkeys(use.op.type for use in (*state.uses, *state.views)))
+    if not types:
+        return ""
+    named = ", ".join(types[:_NAMED]) + (", ..." if len(types) > _NAMED else "")
+    return f"read by {named}: left alone unless a module_state_spec names it"
+
+
+def _row(state: StateTensor, note: str, stack: Sequence[nn.Module]) -> PlanRow:
+    tensor = state.tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    dense, packed = tensor.numel() * tensor.element_size(), bytes_under(stack, tensor)
+    return PlanRow(
+        state.name, "weight", tuple(tensor.shape), dtype, None, "", dense_bytes=dense, compressed_bytes=packed, note=note
+    )
