@@ -62,6 +62,5 @@ def _row(state: StateTensor, note: str, stack: Sequence[nn.Module]) -> PlanRow:
     tensor = state.tensor
     dtype = str(tensor.dtype).removeprefix("torch.")
     dense, packed = tensor.numel() * tensor.element_size(), bytes_under(stack, tensor)
-    return PlanRow(
-        state.name, "weight", tuple(tensor.shape), dtype, None, "", dense_bytes=dense, compressed_bytes=packed, note=note
-    )
+    shape = tuple(tensor.shape)
+    return PlanRow(state.name, "weight", shape, dtype, None, "", dense_bytes=dense, compressed_bytes=packed, note=note)

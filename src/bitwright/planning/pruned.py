@@ -132,8 +132,9 @@ def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]
     ranked_whole = scope == "tensor" and spec.pruning_algo.input_statistics != "gram"  # which ranks in blocks
     if isinstance(spec.pruning_scheme, Unstructured) and ranked_whole and kept < channels:
         message = (
-            f"{target} keeps {kept} of {math.prod(request.shape)} entries, fewer than the {channels} output channels, so at least "
-            f"{channels - kept} of them become zero ({request.rule}). Choose a smaller target, or scope='row'."
+            f"{target} keeps {kept} of {math.prod(request.shape)} entries, fewer than the {channels} output channels, "
+            f"so at least {channels - kept} of them become zero ({request.rule}). Choose a smaller target, or "
+            "scope='row'."
         )
         return [Problem("empty-channels", request.state.name, message)]
     return []
