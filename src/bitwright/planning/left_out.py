@@ -25,7 +25,7 @@ def left_out_rows(
     unread: str,
     stacks: Mapping[str, Sequence[nn.Module]] = MappingProxyType({}),
 ) -> list[PlanRow]:
-    """Return a row for each parameter of two and more dimensions that has none.
+    """Return a row for each parameter that has none, but for vectors, whatever their shape.
 
     Args:
         program: the program, with views linked.
@@ -39,7 +39,7 @@ def left_out_rows(
     left = [
         state
         for state in program.states.values()
-        if state.is_parameter and state.tensor.ndim >= 2 and state.name not in known and id(state.tensor) not in inside
+        if state.is_parameter and _is_matrix(state) and state.name not in known and id(state.tensor) not in inside
     ]
     return [_row(state, _readers(state) or unread, stacks.get(state.name, ())) for state in left]
 
@@ -48,6 +48,10 @@ def _parameters_of_simulators(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, CompressionSimulatorBase):
             yield from map(id, module.parameters())
+
+
+def _is_matrix(state: StateTensor) -> bool:
+    return sum(size > 1 for size in state.tensor.shape) >= 2
 
 
 def _readers(state: StateTensor) -> str:
