@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from bitwright.config.matching import OpRule, lookup_spec
 from bitwright.program import Argument, Op, Program, Value, ValueKind
 
 from .ops import operand_axes
 from .plan import Problem
-from .simulated_states import is_unpacked
+from .simulated_states import is_unpacked, simulator_called
 from .weight_views import state_read_by
 
 __all__ = ["computed_weight_problems", "finalized_weight_problems"]
@@ -21,12 +23,15 @@ __all__ = ["computed_weight_problems", "finalized_weight_problems"]
 _NAMED = 3
 
 
-def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
+def computed_weight_problems(
+    program: Program, op_rule_of: Callable[[Op], OpRule | None], model: nn.Module
+) -> list[Problem]:
     """Return a problem for each op whose weight should be compressed but is made of parameters by other ops.
 
     Args:
         program: the program, with views linked.
         op_rule_of: the rule of an op, None for one that is not compressed.
+        model: the model that ``program`` was made from; what its simulators make is no problem.
     """
     sources: dict[int, str] = {}
     problems: list[Problem] = []
@@ -37,7 +42,7 @@ def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule
                 continue
             problems.append(_computed(op, argument.value, made_of))
         parameter = _only_parameters(op, sources)
-        if parameter is not None:
+        if parameter is not None and simulator_called(op, model) is None:
             sources.update((id(output), parameter) for output in op.outputs)
     return problems
 

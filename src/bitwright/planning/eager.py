@@ -59,7 +59,7 @@ def plan_eager_quantization(
     )
     problems = [
         *unquantizable_problems(program, op_rules),
-        *computed_weight_problems(program, op_rules),
+        *computed_weight_problems(program, op_rules, model),
         *finalized_weight_problems(program, op_rules),
     ]
     problems += written_weight_problems(program, builder.plan.placements)

@@ -91,7 +91,7 @@ def plan_graph_quantization(
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
     problems += fused_problems(chains)
-    problems += computed_weight_problems(program, _rules_of(chains))
+    problems += computed_weight_problems(program, _rules_of(chains), model)
     problems += finalized_weight_problems(program, _rules_of(chains))
     problems += state_input_problems(program, _rules_of(chains))
     problems += written_weight_problems(program, builder.plan.placements)

@@ -12,6 +12,7 @@ from bitwright.program import Program, StateTensor
 
 from .packed_sizes import bytes_under
 from .plan import PlanRow
+from .simulated_states import simulator_called
 
 __all__ = ["left_out_rows"]
 
@@ -41,7 +42,13 @@ def left_out_rows(
         for state in program.states.values()
         if state.is_parameter and _is_matrix(state) and state.name not in known and id(state.tensor) not in inside
     ]
-    return [_row(state, _readers(state) or unread, stacks.get(state.name, ())) for state in left]
+    found = []
+    for state in left:
+        calls = (simulator_called(use.op, model) for use in state.uses)
+        below = [simulator for simulator in dict.fromkeys(calls) if simulator is not None]
+        note = _standing(below) if below else _readers(state) or unread
+        found.append(_row(state, note, (*stacks.get(state.name, ()), *below)))
+    return found
 
 
 def _parameters_of_simulators(model: nn.Module) -> Iterator[int]:
@@ -52,6 +59,11 @@ def _parameters_of_simulators(model: nn.Module) -> Iterator[int]:
 
 def _is_matrix(state: StateTensor) -> bool:
     return sum(size > 1 for size in state.tensor.shape) >= 2
+
+
+def _standing(simulators: Sequence[nn.Module]) -> str:
+    named = ", ".join(type(simulator).__name__.lstrip("_") for simulator in simulators)
+    return f"left alone: {named} of the graph stands on it"
 
 
 def _readers(state: StateTensor) -> str:
