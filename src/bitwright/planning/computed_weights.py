@@ -5,7 +5,7 @@ They are told, because they are not compressed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -24,7 +24,10 @@ _NAMED = 3
 
 
 def computed_weight_problems(
-    program: Program, op_rule_of: Callable[[Op], OpRule | None], model: nn.Module
+    program: Program,
+    op_rule_of: Callable[[Op], OpRule | None],
+    model: nn.Module,
+    compressed: Collection[str] = (),
 ) -> list[Problem]:
     """Return a problem for each op whose weight should be compressed but is made of parameters by other ops.
 
@@ -32,13 +35,19 @@ def computed_weight_problems(
         program: the program, with views linked.
         op_rule_of: the rule of an op, None for one that is not compressed.
         model: the model that ``program`` was made from; what its simulators make is no problem.
+        compressed: names of weights that are compressed themselves; what is made of them is no problem either.
     """
     sources: dict[int, str] = {}
     problems: list[Problem] = []
     for op in program.ops:
         for argument in op.arguments:
             made_of = sources.get(id(argument.value))
-            if not made_of or is_unpacked(argument.value) or not _is_wanted(argument, op_rule_of(op)):
+            if (
+                not made_of
+                or made_of in compressed
+                or is_unpacked(argument.value)
+                or not _is_wanted(argument, op_rule_of(op))
+            ):
                 continue
             problems.append(_computed(op, argument.value, made_of))
         parameter = _only_parameters(op, sources)

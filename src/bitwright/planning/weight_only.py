@@ -120,7 +120,8 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
     builder.plan.problems += unmatched_problems(rules)
     builder.plan.problems += written_weight_problems(traced.program, builder.plan.placements)
     builder.plan.problems += looked_up_problems(traced.program, builder.plan.placements)
-    builder.plan.problems += computed_weight_problems(traced.program, op_rules, model)
+    placed = {placement.name for placement in builder.plan.placements}
+    builder.plan.problems += computed_weight_problems(traced.program, op_rules, model, placed)
     if not builder.plan.placements and not builder.plan.problems and _asks_for_something(config):
         builder.plan.problems.append(_nothing_found(config, technique))
     return builder.plan
