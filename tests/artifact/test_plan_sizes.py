@@ -104,3 +104,24 @@ def test_plans_warn_of_masks_that_are_lost() -> None:
         _apply("ps", _model(torch.float32), _GRIDS["int4"], _PALETTES["pairs"], 0.5)
     plan, _ = _apply("sq", _model(torch.float32), _GRIDS["int4"], _PALETTES["4 bits"], 0.5)
     assert not plan.problems
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PruningSpec(pruning_scheme={"type": "channel_structured", "axis": 1}),
+        PruningSpec(target_sparsity=0.4, pruning_scheme={"type": "block_structured", "axis": 0, "block_size": 3}),
+        PruningSpec(target_sparsity=0.29, scope="row"),
+        PruningSpec(pruning_scheme={"type": "n_m_structured", "n": 2, "m": 7}),
+        PruningSpec(target_sparsity=0.58),
+    ],
+    ids=lambda spec: spec.describe(),
+)
+def test_units_that_the_target_does_not_divide(spec: PruningSpec) -> None:
+    """Whole channels, blocks or entries of a row go, so fewer entries than the share of the weight."""
+    torch.manual_seed(0)
+    masks = ModuleMagnitudePrunerConfig(op_state_spec={"weight": spec})
+    tool = MagnitudePruner(nn.Linear(7, 15), MagnitudePrunerConfig(global_config=masks))
+    x = (torch.zeros(2, 7),)
+    (row,) = (row for row in tool.plan(x) if row.spec)
+    assert row.compressed_bytes == Artifact.from_model(tool.prepare(x))["weight"].nbytes

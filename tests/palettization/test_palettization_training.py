@@ -327,3 +327,25 @@ def test_foreign_states_are_refused():
     with palettizer.training_mode(), pytest.raises(RuntimeError, match="load_state_dict"):
         palettizer.load_state_dict(state)
     assert palettizer.state_dict() == state
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 1e-25, 1e15])
+def test_dkm_of_channels_without_spread(value):
+    """Entries that are all equal belong to each palette entry alike: weight and gradient are finite."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8)
+    with torch.no_grad():
+        layer.weight[:4] = value
+    spec = PalettizationSpec(
+        n_bits=2, granularity=PerGroupedChannelGranularity(axis=0, group_size=4), training_strategy_spec={"type": "dkm"}
+    )
+    palettizer = KMeansPalettizer(layer, config_of(spec))
+    prepared = palettizer.prepare((torch.randn(2, 16),))
+    with palettizer.training_mode():
+        weight = prepared.weight
+        assert torch.allclose(weight[:4], torch.tensor(value), rtol=1e-6, atol=0)
+        (weight * torch.randn(8, 16)).sum().backward()
+    gradient = prepared.parametrizations.weight.original.grad
+    assert gradient.isfinite().all()
+    assert gradient[:4].abs().max() < 10
+    assert gradient[4:].abs().max() > 0

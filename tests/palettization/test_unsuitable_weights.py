@@ -131,11 +131,21 @@ def test_constant_weights(compressor, value):
 
 
 def test_computed_weights(compressor):
-    """A weight that a parametrization computes is no parameter of the layer: it stays, the others are compressed."""
+    """A weight that a parametrization computes is no parameter of the layer: it stays, the others are compressed.
+
+    Spectral norms compute with buffers too.
+    """
+    for parametrization in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        _check_computed(compressor, parametrization)
+
+
+def _check_computed(compressor, parametrization):
     model = two_layers()
-    nn.utils.parametrizations.weight_norm(model[0])
+    parametrization(model[0])
+    model.eval()
     before = model[0].weight.detach().clone()
-    compressor(model).prepare(EXAMPLE)
+    with pytest.warns(ConfigMatchWarning, match=r"computed-weight\] 0\.linear"):
+        compressor(model).prepare(EXAMPLE)
     assert torch.equal(model[0].weight, before)
     assert hasattr(model[2], "parametrizations")
 
@@ -195,3 +205,34 @@ def test_a_model_without_weights_to_compress_is_a_named_warning(compressor):
             compressor(subject).prepare(example)
     off = compressor._config_type(global_config=None)
     assert compressor(nn.ReLU(), off).plan(example).problems == []
+
+
+def test_weights_of_other_ops_have_a_row(compressor):
+    """The plan says of every matrix what becomes of it, so that none stays dense in silence; its sum counts them."""
+    torch.manual_seed(0)
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(32, 8)
+            self.last = nn.Linear(8, 4)
+            self.unread = nn.Parameter(torch.randn(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.cell(x))
+
+    plan = compressor(Cell()).plan(EXAMPLE)
+    notes = {row.tensor: row.note for row in plan if row.spec is None}
+    assert notes["cell.weight_ih"] == notes["cell.weight_hh"]
+    assert notes["cell.weight_ih"].startswith("read by gru_cell: left alone unless a module_state_spec names it")
+    assert notes["unread"] == "no call of the model reads it with these inputs"
+    assert plan.dense_bytes == 4 * (24 * 32 + 24 * 8 + 4 * 8 + 2 * 2)
+
+    config = compressor._config_type()
+    spec = config.global_config.op_state_spec["weight"]
+    config.set_module_name("cell", type(config.global_config)(module_state_spec={"weight_ih": spec}))
+    model = Cell()
+    named = compressor(model, config)
+    assert [row.tensor for row in named.plan(EXAMPLE) if row.spec] == ["cell.weight_ih", "last.weight"]
+    before = model.cell.weight_ih.detach().clone()
+    assert not torch.equal(named.prepare(EXAMPLE).cell.weight_ih, before)

@@ -1,60 +1,84 @@
 """Weights that ops make: from parameters, such as normalized ones, or from what an earlier ``finalize`` left.
 
-They are told, because they are not quantized.
+They are told, because they are not compressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from torch import nn
 
 from bitwright.config.matching import OpRule, lookup_spec
 from bitwright.program import Argument, Op, Program, Value, ValueKind
 
 from .ops import operand_axes
 from .plan import Problem
-from .simulated_states import is_unpacked
+from .simulated_states import is_unpacked, simulator_called
 from .weight_views import state_read_by
 
-__all__ = ["computed_weight_problems"]
+__all__ = ["computed_weight_problems", "finalized_weight_problems"]
 
 
 _NAMED = 3
 
 
-def computed_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
-    """Return a problem for each op whose weight should be quantized but is made of parameters by other ops, and one for
-    all weights that were finalized before.
+def computed_weight_problems(
+    program: Program,
+    op_rule_of: Callable[[Op], OpRule | None],
+    model: nn.Module,
+    compressed: Collection[str] = (),
+) -> list[Problem]:
+    """Return a problem for each op whose weight should be compressed but is made of parameters by other ops.
+
+    Args:
+        program: the program, with views linked.
+        op_rule_of: the rule of an op, None for one that is not compressed.
+        model: the model that ``program`` was made from; what its simulators make is no problem.
+        compressed: names of weights that are compressed themselves; what is made of them is no problem either.
+    """
+    sources: dict[int, str] = {}
+    problems: list[Problem] = []
+    for op in program.ops:
+        for argument in op.arguments:
+            made_of = sources.get(id(argument.value))
+            if (
+                not made_of
+                or made_of in compressed
+                or is_unpacked(argument.value)
+                or not _is_wanted(argument, op_rule_of(op))
+            ):
+                continue
+            problems.append(_computed(op, argument.value, made_of))
+        parameter = _only_parameters(op, sources)
+        if parameter is not None and simulator_called(op, model) is None:
+            sources.update((id(output), parameter) for output in op.outputs)
+    return problems
+
+
+def finalized_weight_problems(program: Program, op_rule_of: Callable[[Op], OpRule | None]) -> list[Problem]:
+    """Return one problem for all weights that should be quantized but were finalized before.
 
     Args:
         program: the program, with views linked.
         op_rule_of: the rule of an op, None for one that is not quantized.
     """
-    sources: dict[int, str] = {}
-    problems: list[Problem] = []
-    finalized: list[str] = []
-    for op in program.ops:
-        for argument in op.arguments:
-            made_of = sources.get(id(argument.value))
-            unpacked = is_unpacked(argument.value)
-            if not (unpacked or made_of is not None) or not _is_wanted(argument, op_rule_of(op)):
-                continue
-            if unpacked:
-                finalized.append(op.name)
-            else:
-                problems.append(_computed(op, argument.value, made_of or ""))
-        parameter = _only_parameters(op, sources)
-        if parameter:
-            sources.update((id(output), parameter) for output in op.outputs)
-    return [*problems, *_finalized(finalized)]
+    unpacked = ((op, argument) for op in program.ops for argument in op.arguments if is_unpacked(argument.value))
+    return _finalized([op.name for op, argument in unpacked if _is_wanted(argument, op_rule_of(op))])
 
 
-def _only_parameters(op: Op, sources: dict[int, str]) -> str:
-    """Return a parameter that ``op`` computes with if it reads nothing but parameters, buffers and what they make."""
+def _only_parameters(op: Op, sources: dict[int, str]) -> str | None:
+    """Return a parameter that ``op`` computes with if it reads nothing but parameters, buffers and what they make.
+
+    An empty string if these are buffers alone, None if there is something else or nothing at all.
+    """
+    if not op.arguments:
+        return None
     found = ""
     for argument in op.arguments:
         state = argument.value.state
         if state is None and id(argument.value) not in sources:
-            return ""
+            return None
         if state is None:
             found = found or sources[id(argument.value)]
         elif state.is_parameter and state.tensor.is_floating_point():

@@ -14,8 +14,9 @@ from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules,
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 
-from .computed_weights import computed_weight_problems
+from .computed_weights import computed_weight_problems, finalized_weight_problems
 from .eager_activations import empty_activation_problems, request_activations
+from .left_out import left_out_rows
 from .looked_up_weights import looked_up_problems
 from .ops import eager_op_key
 from .packed_sizes import bytes_under, has_zero, masked_bytes, quantized_bytes
@@ -53,8 +54,14 @@ def plan_eager_quantization(
         builder.add_activation(
             Placement(spec, CompressionTargetTensor.ACTIVATION, rule, path, sites=[site]), resolution
         )
-    builder.add_unread(program, "no call of the model reads it with these inputs")
-    problems = [*unquantizable_problems(program, op_rules), *computed_weight_problems(program, op_rules)]
+    builder.plan.rows += left_out_rows(
+        program, builder.plan.rows, model, "no call of the model reads it with these inputs", stacks
+    )
+    problems = [
+        *unquantizable_problems(program, op_rules),
+        *computed_weight_problems(program, op_rules, model),
+        *finalized_weight_problems(program, op_rules),
+    ]
     problems += written_weight_problems(program, builder.plan.placements)
     problems += looked_up_problems(program, builder.plan.placements)
     problems += empty_activation_problems(program, rules, op_rules)
@@ -118,19 +125,6 @@ class PlanBuilder:
                 packed, note, CompressionType.PRUNING in kinds_on(stack), state.is_linear,
             )
         )  # fmt: skip
-
-    def add_unread(self, program: Program, note: str) -> None:
-        """Add a row for each weight that no op of ``program`` reads; ``note`` says why it is left as it is."""
-        for state in program.states.values():
-            if not state.is_parameter or state.tensor.ndim < 2 or state.uses:
-                continue
-            shape, dense = tuple(state.tensor.shape), state.tensor.numel() * state.tensor.element_size()
-            dtype = str(state.tensor.dtype).removeprefix("torch.")
-            self.plan.rows.append(
-                PlanRow(
-                    state.name, "weight", shape, dtype, None, "", dense_bytes=dense, compressed_bytes=dense, note=note
-                )
-            )
 
     def add_activation(self, placement: Placement, resolution: Resolution) -> None:
         """Add a row for each site of a simulator on activations."""

@@ -15,11 +15,12 @@ from bitwright.program import Op, Program
 from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity
 
 from .chains import Chain, find_chains, fused_problems
-from .computed_weights import computed_weight_problems
+from .computed_weights import computed_weight_problems, finalized_weight_problems
 from .eager import PlanBuilder
 from .graph_boundaries import apply_boundaries
 from .graph_ops import OpRole
 from .kv_cache import apply_kv_caches
+from .left_out import left_out_rows
 from .merge_specs import effective, with_fields
 from .plan import Placement, Plan, Problem, Site
 from .quantized import Resolution, resolve_activation
@@ -82,14 +83,16 @@ def plan_graph_quantization(
     ranks = {id(chain.primary): chain.rank for chain in chains}
     for decision in decide_states(program, rules, _rules_of(chains), rank_of=lambda op: ranks[id(op)]).values():
         builder.add_weight(decision, stacks.get(decision.state.name, ()))
-    builder.add_unread(program, "no output of the model depends on it")
+    unread = "no output of the model depends on it"
+    builder.plan.rows += left_out_rows(program, builder.plan.rows, model, unread, stacks)
     weights = {placement.state.name for placement in builder.plan.placements if placement.state is not None}
     table = build_slots(program, chains, moved_states(program, weights))
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
     problems += fused_problems(chains)
-    problems += computed_weight_problems(program, _rules_of(chains))
+    problems += computed_weight_problems(program, _rules_of(chains), model)
+    problems += finalized_weight_problems(program, _rules_of(chains))
     problems += state_input_problems(program, _rules_of(chains))
     problems += written_weight_problems(program, builder.plan.placements)
     for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -55,9 +56,35 @@ class PruningTechnique(WeightTechnique):
             *_check_target(spec, request),
             *_check_vectors(spec, request),
         ]
-        numel = math.prod(request.shape)
-        size = bytes_under(request.stack, request.state.tensor, numel - int(numel * spec.final_sparsity))
+        size = bytes_under(request.stack, request.state.tensor, _count_kept(spec, request).entries)
         return WeightResolution(spec, (), size, problems=problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is left of a weight in the end.
+
+    Attributes:
+        units: units that stay: entries, blocks or channels.
+        entries: entries of these.
+    """
+
+    units: int
+    entries: int
+
+
+def _count_kept(spec: PruningSpec, request: WeightRequest) -> _Kept:
+    """Count what one weight keeps; where weights are ranked together that is an average."""
+    units = spec.pruning_scheme.pool(torch.empty(request.shape, device="meta")).numel()
+    scope = spec.scope or spec.pruning_algo.default_scope
+    rows = _channels(request) if scope == "row" and isinstance(spec.pruning_scheme, Unstructured) else 1
+    kept = rows * (units // rows - removed_units(units // rows, spec.final_sparsity))
+    return _Kept(kept, kept * (math.prod(request.shape) // max(units, 1)))
+
+
+def _channels(request: WeightRequest) -> int:
+    channel = 0 if request.axes is None else request.axes.channel
+    return request.shape[channel] if len(request.shape) > 1 else 1
 
 
 def _check_inputs(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
@@ -93,12 +120,7 @@ def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]
     """A weight, or output channels of it, of which nothing can be left, is hardly meant."""
     if spec.final_sparsity == 0.0 or isinstance(spec.pruning_scheme, NMStructured):
         return []
-    channel = 0 if request.axes is None else request.axes.channel
-    channels = request.shape[channel] if len(request.shape) > 1 else 1
-    units = spec.pruning_scheme.pool(torch.empty(request.shape, device="meta")).numel()
-    scope = spec.scope or spec.pruning_algo.default_scope
-    rows = channels if scope == "row" else 1
-    kept = rows * (units // rows - removed_units(units // rows, spec.final_sparsity))
+    kept, channels = _count_kept(spec, request).units, _channels(request)
     target = f"target_sparsity={spec.target_sparsity!r}"
     if kept == 0:
         message = (
@@ -106,11 +128,13 @@ def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]
             "the model."
         )
         return [Problem("empty-weight", request.state.name, message)]
+    scope = spec.scope or spec.pruning_algo.default_scope
     ranked_whole = scope == "tensor" and spec.pruning_algo.input_statistics != "gram"  # which ranks in blocks
     if isinstance(spec.pruning_scheme, Unstructured) and ranked_whole and kept < channels:
         message = (
-            f"{target} keeps {kept} of {units} entries, fewer than the {channels} output channels, so at least "
-            f"{channels - kept} of them become zero ({request.rule}). Choose a smaller target, or scope='row'."
+            f"{target} keeps {kept} of {math.prod(request.shape)} entries, fewer than the {channels} output channels, "
+            f"so at least {channels - kept} of them become zero ({request.rule}). Choose a smaller target, or "
+            "scope='row'."
         )
         return [Problem("empty-channels", request.state.name, message)]
     return []

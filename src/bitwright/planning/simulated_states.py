@@ -15,9 +15,9 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase
-from bitwright.program import Argument, Program, StateTensor, Value, ValueKind, trace_eager
+from bitwright.program import Argument, Op, Program, StateTensor, Value, ValueKind, trace_eager
 
-__all__ = ["FinalizedWeight", "WeightProgram", "fold_simulators", "is_unpacked", "trace_weights"]
+__all__ = ["FinalizedWeight", "WeightProgram", "fold_simulators", "is_unpacked", "simulator_called", "trace_weights"]
 
 _CONVERSIONS = ("to", "_to_copy")
 
@@ -98,6 +98,22 @@ def is_unpacked(value: Value) -> bool:
     while op is not None and op.type in _CONVERSIONS and op.arguments:
         op = op.arguments[0].value.producer
     return op is not None and str(op.target).startswith("coreai.")
+
+
+def simulator_called(op: Op, model: nn.Module) -> nn.Module | None:
+    """Return the simulator of a graph that ``op`` calls, None for any other op.
+
+    Args:
+        op: an op of the program of ``model``.
+        model: the model.
+    """
+    if not isinstance(op.target, str):
+        return None
+    try:
+        module = model.get_submodule(op.target)
+    except AttributeError:  # a name that is no module's
+        return None
+    return module if isinstance(module, CompressionSimulatorBase) else None
 
 
 class _Folder:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.artifact import Artifact
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.qat import parameter_groups
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, QuantizationComponentFactory
@@ -323,6 +324,7 @@ def test_a_step_that_overshot_zero_counts_by_its_size():
         fq(tensor())
     with torch.no_grad():
         other.qparams_calculator.scale.neg_()
+    assert other.check_health() == []
     weight = tensor(2)
     outputs = [fq(tensor(1)) for fq in (one, other)]
     for y in outputs:
@@ -340,6 +342,22 @@ def test_a_step_that_overshot_zero_counts_by_its_size():
         (y * weight).sum().backward()
     assert torch.equal(*outputs)
     assert torch.equal(alphas[0].qparams_calculator.alpha.grad, -alphas[1].qparams_calculator.alpha.grad)
+
+
+def test_a_model_whose_step_overshot_zero_is_exported():
+    """The artifact stores the step that is computed with."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(nn.Sequential(nn.Linear(16, 4)), config(kind_activation="lsq"))
+    prepared = quantizer.prepare((tensor(0, (8, 16)),))
+    before = Artifact.from_model(prepared)
+    with torch.no_grad():
+        for module in prepared.modules():
+            if type(module).__name__ == "LSQQParamsCalculator":
+                module.scale.neg_()
+    after = Artifact.from_model(prepared)
+    assert after.activations
+    for name, activation in after.activations.items():
+        assert torch.equal(activation.parts["scale"], before.activations[name].parts["scale"])
 
 
 def test_parameter_groups_give_every_range_a_rate_of_its_own():

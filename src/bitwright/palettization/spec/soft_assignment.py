@@ -28,8 +28,7 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         vectors = vectors.float()
         palette = module.centroids.detach().float()
         with torch.no_grad():
-            spread = vectors.var(1, correction=0).sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
-            unit = (self.temperature * spread).view(-1, 1, 1)
+            unit = _unit(vectors, self.temperature)
             for _ in range(self.iterations - 1):
                 palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
         palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
@@ -38,6 +37,19 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         mixed = attention @ module.quantize_lut(palette)
         soft: torch.Tensor = module.devectorize(mixed.to(weight.dtype), context)
         return soft
+
+
+def _unit(vectors: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the temperature in units of the variance of ``[P, N, D]`` vectors, ``[P, 1, 1]``.
+
+    Vectors that are equal up to rounding have none. They are as close to one entry as to the next: their own size as a
+    unit says so, without dividing by zero.
+    """
+    number = torch.finfo(torch.float32)
+    largest = vectors.square().sum(-1).amax(1)
+    spread = vectors.var(1, correction=0).sum(-1)
+    unit = torch.where(spread > number.eps**2 * largest, temperature * spread, largest)
+    return unit.clamp_min(number.tiny).view(-1, 1, 1)
 
 
 def _attention(vectors: torch.Tensor, palette: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:

@@ -125,13 +125,17 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         """
         if not self._initialized:
             return ["no tensor has been observed, so there is no scale"]
-        scale = self.scale.detach().float()
+        scale = self._computing_scale().detach().float()
         counts = {
             "NaN": int(scale.isnan().sum()),
             "infinite": int(scale.isinf().sum()),
             "not positive": int((scale <= 0).sum()),
         }
         return [f"{n} of {scale.numel()} scales are {what}" for what, n in counts.items() if n]
+
+    def _computing_scale(self) -> torch.Tensor:
+        """Return the scale that is computed with; a subclass may store another number."""
+        return self.scale
 
     def _merge_statistics(self, other: StatefulQParamsCalculatorBase) -> None:
         raise TypeError(

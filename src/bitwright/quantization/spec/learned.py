@@ -235,6 +235,9 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         """
         return scale.to(torch.float32).abs().clamp(min=_SMALLEST)
 
+    def _computing_scale(self) -> torch.Tensor:
+        return self._step(whole(self.scale))
+
     def extra_repr(self) -> str:
         """Return the learned parameters as text."""
         return ", ".join(f"{name}={self._parameters[name]}" for name in self._LEARNED)
