@@ -88,7 +88,9 @@ def _complex_matrices(x):
     several = torch.baddbmm(z[0], z[1], z[1, :, :5, :]) + torch.bmm(z[0], other)
     placed = z.masked_fill(x[..., :5] > 0, 1 - 2j).index_put((torch.tensor([0]),), z[1]) ** 3
     chosen = torch.where(x[..., :5] > 1, 2j, z) + torch.log(z + 3).sqrt() + F.pad(z[..., :3], (1, 1), value=0.5)
-    joined = torch.cat([z, x], -1) + torch.cat([torch.full_like(z, 3 - 1j), torch.ones_like(x, dtype=torch.cfloat)], -1)
+    joined = torch.cat([z[..., :4], x, (x * 9)[..., :1].int()], -1) + torch.cat(
+        [torch.full_like(z, 3 - 1j), torch.ones_like(x, dtype=torch.cfloat)], -1
+    )
     results = (layer, torch.mv(z[0, 0], z[0, 0, 0]), several, placed, chosen, joined)
     return torch.cat([torch.view_as_real(one).flatten() for one in results])
 
