@@ -69,15 +69,31 @@ def test_classes_compare_with_the_stand_in_as_with_int():
     assert "int" not in globals()
 
 
-def test_code_that_asks_for_int_itself_keeps_it(monkeypatch):
+_ASKING = """
+import functools
+from torch import nn
+
+def decorated(function):
+    return functools.wraps(function)(lambda *args: function(*args))
+
+class Asking(nn.Module):
+    {decorator}
+    def asks(self, size):
+        return type(size) is int
+
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.mark.parametrize("decorator", ["", "@decorated", "@property", "@classmethod"])
+def test_code_that_asks_for_int_itself_keeps_it(decorator, monkeypatch):
     module = ModuleType("a_model_of_its_own")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    source = """
-from torch import nn
-class Asking(nn.Module):
-    def forward(self, x, size=2):
-        return x * 2 if type(size) is int else x
-"""
-    exec(source, vars(module))
+    exec(_ASKING.format(decorator=decorator), vars(module))
     with whole_sizes_kept(module.Asking()):
         assert "int" not in vars(module)
+    exec(_ASKING.format(decorator=decorator).replace(" is int", " == int"), vars(module))
+    with whole_sizes_kept(module.Asking()):
+        assert "int" in vars(module)
+    assert "int" not in vars(module)

@@ -116,7 +116,8 @@ def _asks_what_int_is(module: ModuleType) -> bool:
     values = list(vars(module).values())
     classes = [vars(value) for value in values if inspect.isclass(value)]
     methods = [method for members in classes for name, method in members.items() if name != "__init__"]
-    codes = [one.__code__ for one in values + methods if inspect.isfunction(one) and one.__module__ == module.__name__]
+    functions = [function for value in values + methods if inspect.isfunction(function := _function_in(value))]
+    codes = [function.__code__ for function in functions if function.__module__ == module.__name__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         if "int" not in code.co_names:
@@ -125,3 +126,12 @@ def _asks_what_int_is(module: ModuleType) -> bool:
         if any(one.argval == "int" and other.opname == "IS_OP" for one, other in itertools.pairwise(steps)):
             return True
     return False
+
+
+def _function_in(value: Any) -> Any:
+    """What a property, a static or class method, or a decorated function calls."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return inspect.unwrap(value) if inspect.isfunction(value) else value
