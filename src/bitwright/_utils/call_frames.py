@@ -19,6 +19,8 @@ import torch.overrides
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from . import plain_flags
+
 __all__ = ["calling_code", "captured_again_if_corrected", "shielded", "thread_frames"]
 
 _Captured = TypeVar("_Captured")
@@ -44,10 +46,17 @@ class _ThreadFrames(threading.local):
 
 thread_frames = _ThreadFrames()
 
-# Where torch's functions that are written in Python look for modes.
+# Where torch's functions that are written in Python look for modes, and what stands for them.
 _TORCH_FILES = frozenset(
     module.__file__
-    for module in (torch._jit_internal, torch._tensor, torch.functional, torch.nn.functional, torch.overrides)
+    for module in (
+        torch._jit_internal,
+        torch._tensor,
+        torch.functional,
+        torch.nn.functional,
+        torch.overrides,
+        plain_flags,
+    )
 )
 
 

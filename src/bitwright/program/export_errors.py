@@ -21,6 +21,7 @@ __all__ = [
     "UnknownClassError",
     "blaming_inputs",
     "export_failure",
+    "flag_refused",
     "forward_problem",
     "inputs_by_name",
     "not_a_tuple",
@@ -97,6 +98,11 @@ def export_failure(error: BaseException) -> TraceError:
 def sizes_refused(error: BaseException) -> bool:
     """Whether ``torch.export`` says that a program does not hold for all sizes of ``dynamic_shapes``."""
     return "Constraints violated" in str(error)
+
+
+def flag_refused(error: BaseException) -> bool:
+    """Whether an operator did not take a comparison of sizes for a truth value."""
+    return isinstance(error, TypeError) and "must be bool, not SymBool" in str(error)
 
 
 def not_a_tuple(inputs: Any) -> TypeError:

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.errors import TraceError
 
-from .export_errors import sizes_refused, unknown_class
+from .export_errors import flag_refused, sizes_refused, unknown_class
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
-from .whole_numbers import whole_sizes_kept
+from .python_sizes import python_on_sizes
 
 __all__ = ["exported"]
 
@@ -85,16 +85,16 @@ def _capture(
 
     It takes every size for another one than 1, and refuses those for which that is wrong: ``x[:, 1:]`` may not have one
     row. The second time it leaves that open, as for sizes that depend on values, and refuses only what the model itself
-    asks. The least size is 2, as it is the first time. And ``int`` of a size is no constant then.
+    asks. The least size is 2, as it is the first time. And Python's ``int`` and flags are right for sizes then.
     """
     try:
         return torch.export.export(model, args, kwargs, **options)
     except Exception as error:
-        if not sizes_refused(error):
+        if not (sizes_refused(error) or flag_refused(error)):
             raise
         shapes = tree_map_only(torch.export.Dim, _from_two, options["dynamic_shapes"])
         patched = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with patched, whole_sizes_kept(model), contextlib.suppress(Exception):
+        with patched, python_on_sizes(model), contextlib.suppress(Exception):
             return torch.export.export(model, args, kwargs, **{**options, "dynamic_shapes": shapes})
         raise
 

@@ -1,6 +1,7 @@
-"""``int`` of a size while ``torch.export`` captures a model, which otherwise makes a constant of it.
+"""What Python makes of a size while ``torch.export`` captures a model.
 
-The windows of Swin transformers count their images as ``int(windows / (height * width / side / side))``.
+The windows of Swin transformers count their images as ``int(windows / (height * width / side / side))``, which is a
+constant otherwise. OpenAI's Whisper passes ``length > 1`` for a flag, which is refused otherwise.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
-__all__ = ["whole_sizes_kept"]
+from bitwright._utils.plain_flags import attention, attention_with_plain_flag
+
+__all__ = ["python_on_sizes"]
 
 _OF_NO_MODEL = frozenset((*sys.stdlib_module_names, "bitwright", "numpy", "sympy", "torch"))
+_MISSING = object()
 
 
 class _KeepsSizes(type):
@@ -50,23 +55,33 @@ class _Int(int, metaclass=_KeepsSizes):
 
 
 @contextlib.contextmanager
-def whole_sizes_kept(model: nn.Module) -> Iterator[None]:
-    """Let ``int`` of a size be a size in the code of a model.
+def python_on_sizes(model: nn.Module) -> Iterator[None]:
+    """Let ``int`` of a size be a size, and a comparison of sizes a flag of attention, in the code of a model.
 
     Quotients of sizes that are whole numbers for all sizes are taken for these, and are rounded otherwise.
 
     Args:
-        model: whose classes, and the functions that they call, see another ``int`` meanwhile; not where they ask
-            whether something ``is int``.
+        model: whose classes, and the functions that they call, see other functions meanwhile; not another ``int`` where
+            they ask whether something ``is int``.
     """
-    changed = [module for module in _modules_of(model) if "int" not in vars(module) and not _asks_what_int_is(module)]
-    for module in changed:
-        vars(module)["int"] = _Int
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    for module in _modules_of(model):
+        names = vars(module)
+        if "int" not in names and not _asks_what_int_is(module):
+            changed.append((names, "int", _Int))
+        changed += [(names, name, attention_with_plain_flag) for name, value in names.items() if value is attention]
+    changed.append((vars(functional), attention.__name__, attention_with_plain_flag))
+    before = [names.get(name, _MISSING) for names, name, _ in changed]
+    for names, name, stand_in in changed:
+        names[name] = stand_in
     try:
         yield
     finally:
-        for module in changed:
-            vars(module).pop("int", None)
+        for (names, name, _), value in zip(changed, before, strict=True):
+            if value is _MISSING:
+                names.pop(name, None)
+            else:
+                names[name] = value
 
 
 def _whole(size: torch.SymInt | torch.SymFloat) -> Any:

@@ -1,4 +1,4 @@
-"""``int`` of sizes in the code of models that torch.export captures."""
+"""Python's functions on sizes in the code of models that torch.export captures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn.functional import scaled_dot_product_attention
 
+from bitwright.export.conversion import captured
 from bitwright.program.exporting import exported
-from bitwright.program.whole_numbers import whole_sizes_kept
+from bitwright.program.python_sizes import python_on_sizes
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 
@@ -58,7 +60,7 @@ def test_windows_are_quantized_with_a_dynamic_batch():
 
 
 def test_classes_compare_with_the_stand_in_as_with_int():
-    with whole_sizes_kept(Windows()):
+    with python_on_sizes(Windows()):
         number = globals()["int"]
         assert int is number
         assert all(isinstance(one, int) for one in (3, True))
@@ -67,6 +69,33 @@ def test_classes_compare_with_the_stand_in_as_with_int():
         assert (3).__class__ in (int, float)
         assert (int("7").__class__, int(2.9), int("11", base=2)) == ((1).__class__, 2, 3)
     assert "int" not in globals()
+
+
+class Attention(nn.Module):
+    """As in OpenAI's Whisper."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return scaled_dot_product_attention(y, x, y, is_causal=x.shape[1] > 1) + y
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_flags_are_comparisons_of_sizes(mode):
+    """The call is simulated as planned, too, which its place in the code decides in eager mode."""
+    x, shapes = torch.randn(2, 8, 4), {"x": {1: Dim("length", max=32)}}
+    quantizer = Quantizer(Attention().eval(), QuantizerConfig.presets.w8a8(execution_mode=mode))
+    prepared = quantizer.prepare((x,), dynamic_shapes=shapes if mode == "graph" else None)
+    with quantizer.calibration_mode():
+        prepared(x)
+    program = captured(prepared.eval(), (x,), None, shapes)
+    for length in (8, 5, 31):
+        other = torch.randn(2, length, 4)
+        assert torch.equal(program.module()(other), prepared(other))
+    assert globals()["scaled_dot_product_attention"] is torch.nn.functional.scaled_dot_product_attention
 
 
 _ASKING = """
@@ -91,9 +120,9 @@ def test_code_that_asks_for_int_itself_keeps_it(decorator, monkeypatch):
     module = ModuleType("a_model_of_its_own")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(_ASKING.format(decorator=decorator), vars(module))
-    with whole_sizes_kept(module.Asking()):
+    with python_on_sizes(module.Asking()):
         assert "int" not in vars(module)
     exec(_ASKING.format(decorator=decorator).replace(" is int", " == int"), vars(module))
-    with whole_sizes_kept(module.Asking()):
+    with python_on_sizes(module.Asking()):
         assert "int" in vars(module)
     assert "int" not in vars(module)
