@@ -12,9 +12,11 @@ from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention
 
 from bitwright.export.conversion import captured
+from bitwright.export.targets import TARGETS
 from bitwright.program.exporting import exported
 from bitwright.program.python_sizes import python_on_sizes
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.measures import sqnr
 
 
 def windows_of(x, side):
@@ -96,6 +98,23 @@ def test_flags_are_comparisons_of_sizes(mode):
         other = torch.randn(2, length, 4)
         assert torch.equal(program.module()(other), prepared(other))
     assert globals()["scaled_dot_product_attention"] is torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("target", ["onnx", "coreai"])
+@pytest.mark.parametrize("make", [Windows, Attention])
+def test_files_take_other_sizes(make, target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    x = torch.randn(2, 8, 12, 4) if make is Windows else torch.randn(2, 8, 4)
+    quantizer = Quantizer(make().eval(), QuantizerConfig.presets.w8a8(execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    place = 0 if make is Windows else 1
+    shapes = {"x": {place: Dim("size", max=32)}}
+    path = TARGETS[target].write(prepared.eval(), (x,), tmp_path / f"model{TARGETS[target].suffix}", {}, shapes)
+    other = torch.cat([x, x], place)[(slice(None),) * place + (slice(3),)]
+    assert sqnr(prepared(other), TARGETS[target].run(path, (other,))[0]) > 60
 
 
 _ASKING = """

@@ -108,9 +108,9 @@ def _traced(
             )
             program: Any = captured_again_if_corrected(export)
             _register_constants(program.model.graph)
-        if not fixed or not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module) or not (fixed or (dynamic_shapes and _was_captured_strictly(program))):
             return program
-    except ConversionError:
+    except ConversionError as error:
         exported: Any = model
         if isinstance(model, nn.Module):
             with contextlib.suppress(ConversionError):
@@ -121,8 +121,20 @@ def _traced(
                 return _traced_as_captured(written, dynamic_shapes, options)
             refuse_numbers(exported, "torch.onnx")
             refuse_missing("torch.onnx", places_by_operator(_lacking(exported)))  # all; it names the first itself
+            if exported is not model and type(error.__cause__).__name__ == "TorchExportError":
+                return _traced_as_captured(exported, dynamic_shapes, options)
         raise
-    return _traced_as_captured(captured(model, args, kwargs, dynamic_shapes), dynamic_shapes, options)
+    try:
+        return _traced_as_captured(captured(model, args, kwargs, dynamic_shapes), dynamic_shapes, options)
+    except ConversionError:
+        if fixed:
+            raise
+        return program
+
+
+def _was_captured_strictly(program: Any) -> bool:
+    """Whether torch.onnx had torch.export look into Python code, which assumes more of sizes than it says."""
+    return getattr(program, "_capture_strategy", None) == "TorchExportStrictStrategy"
 
 
 def _written(
