@@ -72,3 +72,17 @@ def test_programs_are_the_same(table, listings):
     assert 0 < len(listings) < often / 10
     assert found.graph_module.code == expected.graph_module.code
     assert ("linear" in found.graph_module.code) is (table is not None)
+
+
+def test_symbols_that_a_converter_left_lying_are_forgotten():
+    """As torch.onnx does, which asks for values while it fails."""
+
+    class Checked(nn.Module):
+        def forward(self, x):
+            torch._check_tensor_all(x > -9, lambda: "too small")
+            return x + x.sum().item()
+
+    program = torch.export.export(Checked(), (torch.ones(3),))
+    shape_env = next(iter(program.graph.nodes)).meta["val"].fake_mode.shape_env
+    shape_env.create_unbacked_symint()
+    assert torch.equal(decomposed(program).module()(torch.ones(3)), torch.full((3,), 4.0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._export import utils
+from torch._guards import detect_fake_mode
 from torch.export import decomp_utils, exported_program
 
 from bitwright._utils.replacing import replaced
@@ -26,9 +27,20 @@ def decomposed(
         program: not changed.
         table: decompositions by overload; None for torch's own, to its core operators.
     """
+    _forget_pending_symbols(program)
     with quick_decompositions():
         written: torch.export.ExportedProgram = program.run_decompositions(table if table is None else dict(table))
     return written
+
+
+def _forget_pending_symbols(program: torch.export.ExportedProgram) -> None:
+    """Drop symbols of values that an earlier converter asked the program's fake tensors for and left lying.
+
+    Whatever runs next would be held to return them.
+    """
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    if mode is not None and mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
 
 @contextlib.contextmanager
