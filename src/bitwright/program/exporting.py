@@ -94,7 +94,8 @@ def _capture(
             raise
         shapes = tree_map_only(torch.export.Dim, _from_two, options["dynamic_shapes"])
         patched = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with patched, python_on_sizes(model), contextlib.suppress(Exception):
+        suppressed = () if flag_refused(error) else (Exception,)
+        with patched, python_on_sizes(model), contextlib.suppress(*suppressed):
             return torch.export.export(model, args, kwargs, **{**options, "dynamic_shapes": shapes})
         raise
 
