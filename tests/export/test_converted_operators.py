@@ -91,7 +91,8 @@ def _complex_matrices(x):
     joined = torch.cat([z[..., :4], x, (x * 9)[..., :1].int()], -1) + torch.cat(
         [torch.full_like(z, 3 - 1j), torch.ones_like(x, dtype=torch.cfloat)], -1
     )
-    results = (layer, torch.mv(z[0, 0], z[0, 0, 0]), several, placed, chosen, joined)
+    filled = z.new_full((3, 2), 1 + 2j) * x[0, 0, 0, 0] + z.new_zeros(3, 2) - torch.full((2,), 2.0, dtype=z.dtype)
+    results = (layer, torch.mv(z[0, 0], z[0, 0, 0]), several, placed, chosen, joined, filled)
     return torch.cat([torch.view_as_real(one).flatten() for one in results])
 
 
@@ -347,6 +348,18 @@ def test_pairs_compute_what_complex_numbers_do(name):
     model = Model(LACKED[name]).eval()
     program = without_complex_numbers(torch.export.export(model, (x,)))
     assert sqnr(model(x), program.module()(x)) > 100
+
+
+def test_products_at_places_are_no_products_of_parts():
+    def scattered(x, reduce):
+        z = torch.complex(x[..., :5], x[..., 5:])
+        return torch.view_as_real(z.scatter(1, (x[:, :2, :, :5] > 0).long(), z[:, 2:], reduce=reduce))
+
+    x = torch.randn(2, 4, 8, 10)
+    programs = [torch.export.export(Model(lambda x, how=how: scattered(x, how)), (x,)) for how in ("add", "multiply")]
+    added, multiplied = map(without_complex_numbers, programs)
+    assert multiplied is None
+    assert sqnr(programs[0].module()(x), added.module()(x)) > 100
 
 
 def test_transforms_of_one_size_share_their_matrices():

@@ -212,8 +212,8 @@ class _Pairs:
         return self._of_parts(node)
 
     def _of_parts(self, node: fx.Node) -> Pair:
-        if not _is_complex(node):
-            raise _NoPairsError
+        if not _is_complex(node) or node.kwargs.get("reduce", "add") != "add":
+            raise _NoPairsError  # real, or products, which are not those of the parts
         return tuple(self._of_part(node, part) for part in (0, 1))
 
     def _of_part(self, node: fx.Node, part: int) -> Any:
@@ -253,9 +253,11 @@ class _Pairs:
         val = torch.empty_like(node.meta["val"], dtype=node.meta["val"].dtype.to_real())
         given: list[Any] = list(args)
         number = 0.0 + 0.0j
-        if "full" in str(node.target):
-            number = complex(given[1])
-            given[1] = number.real
+        names = [argument.name for argument in target._schema.arguments]
+        if "fill_value" in names:
+            place = names.index("fill_value")
+            number = complex(given[place])
+            given[place] = number.real
         real = self._graph.call_function(target, tuple(given), {**kwargs, "dtype": val.dtype})
         real.meta["val"] = val
         return real, call(self._graph, _aten.full_like.default, real, number.imag)
