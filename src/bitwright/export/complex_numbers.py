@@ -235,8 +235,10 @@ class _Pairs:
                 return [of_value(one) for one in value]
             if isinstance(value, int | float | complex):
                 return complex(value).real if part == 0 else complex(value).imag
-            if not isinstance(value, fx.Node) or value in self._pairs:
-                return self._pairs[value][part] if isinstance(value, fx.Node) else value
+            if not isinstance(value, fx.Node):
+                return value
+            if value in self._pairs:
+                return self._pairs[value][part]
             real = call(self._graph, _aten._to_copy.default, value, dtype=dtype)
             return real if part == 0 else call(self._graph, _aten.zeros_like.default, real)
 
