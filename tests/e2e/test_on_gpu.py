@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from bitwright.artifact import Artifact
 from bitwright.config.spec import CompressionTargetTensor
+from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import Quantizer, QuantizerConfig
-from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
+from bitwright.quantization.spec import FakeQuantizeImplBase, QuantizationComponentFactory, QuantizationSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,6 +100,47 @@ def test_nothing_waits(mode, preset):
             captured = prepared(tokens)
         graph.replay()
     assert torch.equal(captured, expected)
+
+
+@both_modes
+@presets
+def test_where_simulators_are(mode, preset):
+    """What a prepared model has is where the model is, as DDP wants it, and training takes the short ways."""
+    quantizer, prepared, tokens = start(mode, preset)
+    assert all(tensor.is_cuda for tensor in prepared.buffers())
+    with quantizer.training_mode():
+        for _ in range(2):
+            prepared(tokens).sum().backward()
+        simulators = [m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
+        assert simulators
+        assert [m.tensor_fqn for m in simulators if m._shortcut.call is None and not m.is_disabled()] == []
+
+
+@pytest.mark.parametrize("technique", ["pruning", "palettization"])
+def test_where_other_simulators_are(technique):
+    """Likewise for those of weights alone."""
+    model = Net().cuda().eval()
+    compressor = (
+        MagnitudePruner(model, MagnitudePrunerConfig())
+        if technique == "pruning"
+        else KMeansPalettizer(model, KMeansPalettizerConfig())
+    )
+    prepared = compressor.prepare((torch.randint(0, 32, (4, 16)).cuda(),))
+    assert all(tensor.is_cuda for tensor in prepared.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("calculator", ["moving_average", "global_minmax"])
+def test_ranges_of_large_tensors(dtype, calculator):
+    """The last of many programs sees what all others have found, at every call."""
+    spec = QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls=calculator)
+    make = QuantizationComponentFactory.create_fake_quantizer
+    simulators = [make(spec, CompressionTargetTensor.ACTIVATION).to(device) for device in ("cpu", "cuda")]
+    for step in range(60):
+        x = torch.randn((1 << 21) + 7 * (step % 3), dtype=dtype)
+        x[step::100_003] *= 10
+        on_cpu, on_gpu = simulators
+        assert torch.equal(on_cpu(x), on_gpu(x.cuda()).cpu())
 
 
 @both_modes

@@ -25,6 +25,7 @@ POINTERS = {
     "origins": "*fp32",
     "mask": "*i32",
     "data": "*u8",
+    "keys": "*i32",
     "lows": "*i32",
     "highs": "*i32",
 }
@@ -76,6 +77,8 @@ def test_choose_and_rows(dtype: int, kept: int, scheme: int) -> None:
     for mode in (0, 1, 2):
         given = stored | {"MODE": mode, "KEYS": True, "PARTS": 1024 * mode, "SIZE": 256}
         check(assembly(kernels.choose_kernel, dtype, given))
+        given = stored | {"MODE": mode, "PARTS": 1 << 4 * mode, "WIDE": mode == 1, "SIZE": 1024}
+        check(assembly(kernels.track_whole_kernel, dtype, given))
     for data in (False, True):
         given = stored | {"MINVAL": scheme == 1, "MASK": True, "DATA": data, "RUNNING": scheme == 0, "MODE": 1}
         check(assembly(kernels.observe_rows_kernel, dtype, given | {"WIDE": False, "ROWS": 4, "COLUMNS": 1024}))

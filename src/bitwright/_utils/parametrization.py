@@ -40,6 +40,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     if name in order:
         module.__dict__.setdefault(_ORDER, tuple(order))
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
+    _keep_with_tensor(simulator, module.parametrizations[name])  # type: ignore[index, arg-type]
     _disguise(module)
     if not stacked:
         _quicken(module, name)
@@ -81,6 +82,14 @@ def _reorder(slots: dict[str, Any], order: Sequence[str]) -> None:
     entries = sorted(slots.items(), key=lambda entry: rank.get(entry[0], len(rank)))
     slots.clear()
     slots.update(entries)
+
+
+def _keep_with_tensor(simulator: nn.Module, chain: nn.Module) -> None:
+    """Move a simulator to the device of its tensor, so that all buffers of a model on a GPU are there."""
+    for tensor in (*chain._parameters.values(), *chain._buffers.values()):
+        if tensor is not None and not tensor.is_meta:
+            simulator.to(tensor.device)
+            return
 
 
 def original_tensor(module: nn.Module, name: str) -> torch.Tensor:

@@ -25,7 +25,15 @@ from .arithmetic import (
     widen,
 )
 
-__all__ = ["choose_kernel", "map_kernel", "mask_kernel", "observe_rows_kernel", "partial_ranges_kernel", "range_kernel"]
+__all__ = [
+    "choose_kernel",
+    "map_kernel",
+    "mask_kernel",
+    "observe_rows_kernel",
+    "partial_ranges_kernel",
+    "range_kernel",
+    "track_whole_kernel",
+]
 
 _RUNS = ("n1", "n2", "n3", "s0", "s1", "s2", "s3")
 
@@ -194,16 +202,10 @@ def range_kernel(
 
 
 @jitted
-def partial_ranges_kernel(
-    x: tl.tensor,
-    lows: tl.tensor,
-    highs: tl.tensor,
-    numel: tl.tensor,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> None:
-    """Keys of the range of what a program sees of one block: every so many tiles of ``SIZE`` elements."""
+def _range_of_part(
+    x: tl.tensor, numel: tl.tensor, DTYPE: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
+) -> tl.tensor:
+    """Keys of the range of what this program sees of one block: every so many tiles of ``SIZE`` elements."""
     program = tl.program_id(0)
     least = tl.full((SIZE,), 2147483647, tl.int32)
     most = tl.full((SIZE,), -2147483648, tl.int32)
@@ -218,8 +220,23 @@ def partial_ranges_kernel(
         keys = order_key(widen(tl.load(x + at, mask=inside, other=0), DTYPE))
         least = tl.minimum(least, tl.where(inside, keys, 2147483647))
         most = tl.maximum(most, tl.where(inside, keys, -2147483648))
-    tl.store(lows + program, tl.min(least, axis=0))
-    tl.store(highs + program, tl.max(most, axis=0))
+    return tl.min(least, axis=0), tl.max(most, axis=0)
+
+
+@jitted
+def partial_ranges_kernel(
+    x: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    numel: tl.tensor,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Keys of the ranges of the parts of one block, a program each."""
+    least, most = _range_of_part(x, numel, DTYPE, WIDE, SIZE)
+    tl.store(lows + tl.program_id(0), least)
+    tl.store(highs + tl.program_id(0), most)
 
 
 @jitted
@@ -270,6 +287,39 @@ def _track(
 
 
 @jitted
+def _store_parameters(
+    low: tl.tensor,
+    high: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    running_lows: tl.tensor,
+    running_highs: tl.tensor,
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    quant_min: tl.tensor,
+    quant_max: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
+    DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
+    SCHEME: tl.constexpr,
+    MODE: tl.constexpr,
+    RUNNING: tl.constexpr,
+    INTEGER: tl.constexpr,
+) -> tl.tensor:
+    """Store the parameters of blocks for ranges, through the running range if there is one, and return them."""
+    if RUNNING:
+        low, high = _track(low, high, running_lows, running_highs, at, inside, new, old, DTYPE, KEPT, MODE)
+    scale, point, origin = choose(low, high, quant_min, quant_max, KEPT, SCHEME)
+    tl.store(scales + at, scale, mask=inside)
+    if INTEGER:
+        tl.store(points + at, point, mask=inside)
+        tl.store(origins + at, origin, mask=inside)
+    return scale, point, origin
+
+
+@jitted
 def choose_kernel(
     lows: tl.tensor,
     highs: tl.tensor,
@@ -311,13 +361,55 @@ def choose_kernel(
     else:
         low = tl.load(lows + at, mask=inside, other=0.0)
         high = tl.load(highs + at, mask=inside, other=0.0)
-    if RUNNING:
-        low, high = _track(low, high, running_lows, running_highs, at, inside, new, old, DTYPE, KEPT, MODE)
-    scale, point, origin = choose(low, high, quant_min, quant_max, KEPT, SCHEME)
-    tl.store(scales + at, scale, mask=inside)
-    if INTEGER:
-        tl.store(points + at, point, mask=inside)
-        tl.store(origins + at, origin, mask=inside)
+    _store_parameters(
+        low, high, at, inside, running_lows, running_highs, scales, points, origins, quant_min, quant_max, new, old,
+        DTYPE, KEPT, SCHEME, MODE, RUNNING, INTEGER,
+    )  # fmt: skip
+
+
+@jitted
+def track_whole_kernel(
+    x: tl.tensor,
+    keys: tl.tensor,
+    running_lows: tl.tensor,
+    running_highs: tl.tensor,
+    scales: tl.tensor,
+    points: tl.tensor,
+    origins: tl.tensor,
+    quant_min: tl.tensor,
+    quant_max: tl.tensor,
+    new: tl.tensor,
+    old: tl.tensor,
+    numel: tl.tensor,
+    DTYPE: tl.constexpr,
+    KEPT: tl.constexpr,
+    SCHEME: tl.constexpr,
+    MODE: tl.constexpr,
+    RUNNING: tl.constexpr,
+    INTEGER: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """``partial_ranges_kernel`` of ``PARTS`` programs, a power of two, and ``choose_kernel`` by the last one to end.
+
+    ``keys`` holds the lowest keys, the highest ones, and how many programs have ended so far, at all launches: that
+    number is zero once, at the beginning, and after every whole launch it is a multiple of ``PARTS``.
+    """
+    least, most = _range_of_part(x, numel, DTYPE, WIDE, SIZE)
+    tl.store(keys + tl.program_id(0), least)
+    tl.store(keys + PARTS + tl.program_id(0), most)
+    ended = tl.atomic_add(keys + 2 * PARTS, 1, sem="acq_rel")
+    if (ended & (PARTS - 1)) == PARTS - 1:
+        part = tl.arange(0, PARTS)
+        at = tl.arange(0, 32)
+        least = tl.min(tl.load(keys + part, volatile=True), axis=0)
+        most = tl.max(tl.load(keys + PARTS + part, volatile=True), axis=0)
+        low, high = value_of_key(at * 0 + least, at * 0 + most)
+        _store_parameters(
+            low, high, at, at < 1, running_lows, running_highs, scales, points, origins, quant_min, quant_max, new, old,
+            DTYPE, KEPT, SCHEME, MODE, RUNNING, INTEGER,
+        )  # fmt: skip
 
 
 @jitted
@@ -369,13 +461,10 @@ def observe_rows_kernel(
     least = tl.min(tl.where(inside, keys, 2147483647), axis=1)
     most = tl.max(tl.where(inside, keys, -2147483648), axis=1)
     first, last = value_of_key(least, most)
-    if RUNNING:
-        first, last = _track(first, last, running_lows, running_highs, row, present, new, old, DTYPE, KEPT, MODE)
-    scale, point, origin = choose(first, last, low, high, KEPT, SCHEME)
-    tl.store(scales + row, scale, mask=present)
-    if INTEGER:
-        tl.store(points + row, point, mask=present)
-        tl.store(origins + row, origin, mask=present)
+    scale, point, origin = _store_parameters(
+        first, last, row, present, running_lows, running_highs, scales, points, origins, low, high, new, old,
+        DTYPE, KEPT, SCHEME, MODE, RUNNING, INTEGER,
+    )  # fmt: skip
     offset = point.to(tl.float32)
     if MINVAL:
         offset = tl.zeros_like(scale) + low

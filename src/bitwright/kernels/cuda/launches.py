@@ -11,7 +11,15 @@ from bitwright.formats import format_of
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import Layout
 
-from .kernels import choose_kernel, map_kernel, mask_kernel, observe_rows_kernel, partial_ranges_kernel, range_kernel
+from .kernels import (
+    choose_kernel,
+    map_kernel,
+    mask_kernel,
+    observe_rows_kernel,
+    partial_ranges_kernel,
+    range_kernel,
+    track_whole_kernel,
+)
 from .launching import Launch
 
 __all__ = [
@@ -25,6 +33,7 @@ __all__ = [
     "parts_of",
     "range_launch",
     "rows_launch",
+    "whole_launch",
 ]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -126,18 +135,22 @@ def mask_launch(numel: int, dtype: torch.dtype) -> Launch:
 
 
 def parts_of(layout: Layout) -> int:
-    """In how many parts the range of a single block is found."""
-    return min(_MOST_PARTS, divided(layout.numel, 4 * _SIZES[0]))
+    """In how many parts the range of a single block is found, a power of two."""
+    return min(_MOST_PARTS, _power_of_two(divided(layout.numel, 4 * _SIZES[0])))
+
+
+def _strides_far(layout: Layout) -> bool:
+    """Whether the parts of a single block leave the numbers of 32 bits."""
+    return layout.numel + 2 * parts_of(layout) * _SIZES[0] >= _WIDE
 
 
 @lru_cache(maxsize=_MOST_LAUNCHES)
 def range_launch(layout: Layout, dtype: torch.dtype) -> Launch:
     """Return the launch of the kernel that finds ranges: in ``parts_of`` parts where there is one block."""
     if layout.blocks == 1:
-        parts = parts_of(layout)
         return Launch(
-            partial_ranges_kernel, parts, (layout.numel,), _WARPS, DTYPE=_DTYPES[dtype],
-            WIDE=layout.numel + 2 * parts * _SIZES[0] >= _WIDE, SIZE=_SIZES[0],
+            partial_ranges_kernel, parts_of(layout), (layout.numel,), _WARPS,
+            DTYPE=_DTYPES[dtype], WIDE=_strides_far(layout), SIZE=_SIZES[0],
         )  # fmt: skip
     columns = min(4096, _power_of_two(layout.length))
     rows = max(1, 4096 // columns)
@@ -168,6 +181,19 @@ def choose_launch(
         (numbers.low, numbers.high, constant, 1.0 - constant, blocks, parts), _WARPS,
         DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, MODE=mode or 0, KEYS=keys,
         PARTS=_MOST_PARTS if parts else 0, RUNNING=mode is not None, INTEGER=numbers.integer, SIZE=256,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=_MOST_LAUNCHES)
+def whole_launch(
+    layout: Layout, grid: Grid, scheme: int, dtype: torch.dtype, kept: torch.dtype, mode: int | None, constant: float
+) -> Launch:
+    """Return the launch of ``track_whole_kernel``, for a single block; see ``choose_launch``."""
+    numbers, parts = numbers_of(grid), parts_of(layout)
+    return Launch(
+        track_whole_kernel, parts, (numbers.low, numbers.high, constant, 1.0 - constant, layout.numel), _WARPS,
+        DTYPE=_DTYPES[dtype], KEPT=_DTYPES[kept], SCHEME=scheme, MODE=mode or 0, RUNNING=mode is not None,
+        INTEGER=numbers.integer, PARTS=parts, WIDE=_strides_far(layout), SIZE=_SIZES[0],
     )  # fmt: skip
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-__all__ = ["Launch"]
+__all__ = ["Lasting", "Launch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +29,29 @@ def _is_watched() -> bool:
     """Whether somebody, such as a profiler, has hooks called at every launch, which is left to Triton then."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+class Lasting(NamedTuple):
+    """Tensors that lie where they are from launch to launch, so that their addresses are asked for once.
+
+    Attributes:
+        tensors: the tensors.
+        addresses: theirs.
+        together: all addresses, bit by bit.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+    together: int = 0
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> Lasting:
+        """Ask for the addresses."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        return cls(tensors, addresses, functools.reduce(operator.or_, addresses, 0))
+
+
+_NONE = Lasting()
 
 
 class Launch:
@@ -49,34 +74,35 @@ class Launch:
         self._warps, self._constants = warps, constants
         self._known: dict[int, tuple[Any, ...]] = {}
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor, lasting: Lasting = _NONE) -> None:
         """Launch on the device of the tensors.
 
         Args:
-            *tensors: for the pointers; all on one device.
+            *tensors: for the first pointers; all on one device.
+            lasting: for the other pointers, on that device too.
         """
         first = tensors[0]
         if not first.is_cuda:  # Triton's interpreter
-            self._launch_anew(tensors, {})
+            self._launch_anew((*tensors, *lasting.tensors), {})
             return
         device = first.get_device()
         if device != _current_device():
             with torch.cuda.device(device):
-                self(*tensors)
+                self(*tensors, lasting=lasting)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        together = 0
+        addresses, together = [tensor.data_ptr() for tensor in tensors], lasting.together
         for address in addresses:
             together |= address
         if together % _ALIGNMENT == 0:
             known = self._known.get(device)
             if known is not None and not _is_watched():
                 run, function, metadata, rest = known
-                run(self._programs, 1, 1, _stream(device), function, metadata, None, None, None, *addresses, *rest)
+                stream, last = _stream(device), lasting.addresses
+                run(self._programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *last, *rest)
                 return
-        made = self._launch_anew(tensors, {"num_warps": self._warps})
+        made = self._launch_anew((*tensors, *lasting.tensors), {"num_warps": self._warps})
         if together % _ALIGNMENT == 0 and _keeps:
-            self._keep(device, len(tensors), made)
+            self._keep(device, len(tensors) + len(lasting.tensors), made)
 
     def _launch_anew(self, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
         stored = [tensor.view(_STORED.get(tensor.dtype, tensor.dtype)) for tensor in tensors]

@@ -17,8 +17,18 @@ from bitwright.kernels.saved import mark, marking
 from bitwright.kernels.straight_through import Backward, straight_through
 
 from .fused import FAKE, WrittenBytes, apply_mask, find_keys, has_bytes, needed, scheme_code
-from .launches import choose_launch, divided, fits_one_pass, is_covered, map_launch, numbers_of, parts_of, rows_launch
-from .launching import Launch
+from .launches import (
+    choose_launch,
+    divided,
+    fits_one_pass,
+    is_covered,
+    map_launch,
+    numbers_of,
+    parts_of,
+    rows_launch,
+    whole_launch,
+)
+from .launching import Lasting, Launch
 
 __all__ = ["ReadyCall", "suits"]
 
@@ -90,6 +100,7 @@ class ReadyCall:
 
     __slots__ = (
         "_constant",
+        "_device",
         "_holds",
         "_kept_dtype",
         "_launches",
@@ -100,6 +111,7 @@ class ReadyCall:
         "_read",
         "_scheme",
         "_tracked",
+        "_whole",
         "_words",
         "_written",
         "block_size",
@@ -121,10 +133,12 @@ class ReadyCall:
     ) -> None:
         scale, layout = made[0], fitted_layout(x.shape, None, block_size, made, numbers_of(grid).minval)
         self.block_size, self.grid, self._made, self._layout = block_size, grid, made, layout
-        read = needed(made, grid)
-        self._read = scale, *(scale if t is None else t for t in read[1:])
-        self._written = scale, *(scale if t is None else t for t in made[1:])
-        self._tracked = (scale, scale) if running is None else running
+        read, tracked = needed(made, grid), running or (scale, scale)
+        written = scale, *(scale if t is None else t for t in made[1:])
+        self._read = Lasting.of(scale, *(scale if t is None else t for t in read[1:]))
+        self._written, self._tracked = Lasting.of(*written, *tracked), Lasting.of(*tracked, *written)
+        self._whole: Lasting | None = None
+        self._device = x.device
         self._kept_dtype = x.dtype if running is None else running[0].dtype
         self._mode = _THIS_ALONE if running is None else _EXTREMES if averaging_constant is None else _AVERAGE
         self._constant = averaging_constant or 0.0
@@ -152,7 +166,7 @@ class ReadyCall:
             restart: see ``observe``.
         """
         mode = self._from(restart) if observed else _AS_THEY_ARE
-        mask = _empty(self._words, dtype=torch.int32, device=x.device)
+        mask = _empty(self._words, dtype=torch.int32, device=self._device)
         if not (self.encodes and marking(x)):
             return straight_through(x, partial(self._go, x, mode), mask, apply_mask)
         kept = WrittenBytes(x, mask, self._made, self._layout, self.grid)
@@ -163,7 +177,7 @@ class ReadyCall:
 
     def masked(self, x: torch.Tensor, observed: bool) -> tuple[torch.Tensor, torch.Tensor, Backward]:
         """See ``cpu.ready``."""
-        mask = _empty(self._words, dtype=torch.int32, device=x.device)
+        mask = _empty(self._words, dtype=torch.int32, device=self._device)
         return self._go(x, self._mode if observed else _AS_THEY_ARE, mask), mask, apply_mask
 
     def observe(self, x: torch.Tensor, restart: bool) -> None:
@@ -191,10 +205,7 @@ class ReadyCall:
         if launch is None:
             self._launches[key] = launch = self._launch(x.dtype, mode, mask is not None, data is not None)
         bits, codes = y if mask is None else mask, y if data is None else data
-        if in_rows:
-            launch(x, y, bits, codes, *self._written, *self._tracked)
-        else:
-            launch(x, y, bits, codes, *self._read)
+        launch(x, y, bits, codes, lasting=self._written if in_rows else self._read)
         return y
 
     def _launch(self, dtype: torch.dtype, mode: int, mask: bool, data: bool) -> Launch:
@@ -210,12 +221,21 @@ class ReadyCall:
 
     def _find(self, x: torch.Tensor, mode: int) -> None:
         """Find the range, move the running one, and write the parameters."""
-        layout = self._layout
-        lows, highs = find_keys(x, layout)
-        launch = self._launches.get((mode,))
+        layout, launch = self._layout, self._launches.get((mode,))
         if launch is None:
-            parts, running = parts_of(layout) if layout.blocks == 1 else 0, None if mode == _THIS_ALONE else mode
-            self._launches[(mode,)] = launch = choose_launch(
-                layout.blocks, True, parts, self.grid, self._scheme, x.dtype, self._kept_dtype, running, self._constant
-            )
-        launch(lows, highs, *self._tracked, *self._written)
+            how = self.grid, self._scheme, x.dtype, self._kept_dtype, None if mode == _THIS_ALONE else mode
+            if layout.blocks == 1:
+                launch = whole_launch(layout, *how, self._constant)
+            else:
+                launch = choose_launch(layout.blocks, True, 0, *how, self._constant)
+            self._launches[(mode,)] = launch
+        if layout.blocks == 1:
+            launch(x, lasting=self._whole or self._with_keys())
+        else:
+            launch(*find_keys(x, layout), lasting=self._tracked)
+
+    def _with_keys(self) -> Lasting:
+        """What ``track_whole_kernel`` takes; the keys serve all calls, as the running range does."""
+        keys = torch.zeros(2 * parts_of(self._layout) + 1, dtype=torch.int32, device=self._device)
+        self._whole = Lasting.of(keys, *self._tracked.tensors)
+        return self._whole

@@ -14,6 +14,7 @@ from bitwright import kernels
 from bitwright._utils.direct_calls import Call, caller, pass_through
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import Grid, Task
+from bitwright.kernels.dispatch import undisturbed
 from bitwright.kernels.remade import remember_making
 
 from ._block_layout import BlockLayout
@@ -125,6 +126,7 @@ class FakeQuantizeForward(SwitchedModule):
         tracing = torch.compiler.is_compiling()
         if not tracing:
             self._sync_switches()
+            self._keep_with(tensor)
         if self._is_off:
             return tensor
         if type(tensor) not in _PLAIN and is_sharded(tensor):
@@ -150,6 +152,14 @@ class FakeQuantizeForward(SwitchedModule):
             if y is not None:
                 return y
         return self._fake_quantize(tensor, *qparams)
+
+    def _keep_with(self, tensor: torch.Tensor) -> None:
+        """Move the switches to the device of what passes through, as calculators do with what they keep."""
+        switch, there = self._buffers["_disabled"], tensor.device
+        if switch is None or switch.device == there or there.type == "meta":
+            return
+        if type(tensor) in _PLAIN and undisturbed():
+            self._move_switches(there)
 
     def _shorten(
         self,

@@ -102,6 +102,15 @@ class SwitchedModule(DirectlyCalled):
             self.__dict__[switch] = bool(buffer.item()) if buffer is not None and known else default
         self._note_buffers()
 
+    def _move_switches(self, device: torch.device) -> None:
+        """Have the buffers where the tensors are, so that those of a model on a GPU are there, as DDP wants them."""
+        with torch.inference_mode(False):
+            for name, switch in _SWITCHES.items():
+                buffer = self._buffers[name]
+                if buffer is not None and buffer.device != device:
+                    self._buffers[name] = torch.full_like(buffer, self.__dict__[switch], device=device)
+        self._note_buffers()
+
     def _note_buffers(self) -> None:
         own, buffers = self.__dict__, self._buffers  # nn.Module's own way to set an attribute is a long one
         own["_seen"] = seen = tuple([buffers[name] for name in _SWITCHES])
