@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -114,7 +115,9 @@ class _BaseModelCompressor(ABC):
     @staticmethod
     def _mark_model_as_prepared(model: nn.Module) -> None:
         # A buffer survives deepcopy and the rebuilding of graph modules; non-persistent, it is not in the state_dict.
-        model.register_buffer(_COREAI_OPT_PREPARED_ATTR, torch.tensor(True), persistent=False)
+        held = next(itertools.chain(model.parameters(), model.buffers()), None)
+        device = None if held is None or held.is_meta else held.device  # where all other buffers are
+        model.register_buffer(_COREAI_OPT_PREPARED_ATTR, torch.tensor(True, device=device), persistent=False)
         model.__dict__.pop(_FINALIZED_ATTR, None)
 
     @staticmethod
