@@ -16,6 +16,7 @@ from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
+from .names_of_children import part_where_states_differ
 from .small_weights import SmallWeights, weights_simulated_once
 
 __all__ = ["RESERVED_NAMES", "TracedGraphModule", "as_traced", "uncompiled_copy"]
@@ -102,6 +103,10 @@ class TracedGraphModule(fx.GraphModule):
         """Weights quantized before their turn, by their simulators' names; ``by`` is how simulators are called."""
         small: Any = self._small_weights
         return small.quantized(self) if by is pass_through else {}
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        part_where_states_differ(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
     def code(self) -> Any:

@@ -23,10 +23,11 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._annotation_pattern_registry import registered_roles
 from .annotations import annotate
+from .apart import magnitudes_seen, part_by_magnitude
 from .batch_norm import cumulative_averages_shown
 from .finalize import folded_copy
 from .fold_insert import foldable_biases, foldable_norms
-from .initialise import initialise
+from .initialise import initialise, observe
 from .insert import GraphInsertion
 from .kv_cache import keep_caches_quantized
 from .memory import cut_gradients_between_calls
@@ -97,7 +98,11 @@ class GraphEngine(Engine):
             insertion.run()
             annotate(module, decisions)
             with blaming_inputs(self.model, example.args, example.kwargs):  # a capture does not read indices
-                initialise(module, self.program, example)
+                with magnitudes_seen(module) as seen:
+                    initialise(module, self.program, example)
+                apart = part_by_magnitude(insertion, seen)
+                if apart:
+                    observe(module, self.program, example, apart)
             insertion.join_ranges()
             cut_gradients_between_calls(module, self.program)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}

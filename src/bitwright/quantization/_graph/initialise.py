@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx, nn
@@ -18,7 +18,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import WeightFold
 
-__all__ = ["initialise", "simulators_of_graph", "tensor_of", "written_states"]
+__all__ = ["initialise", "observe", "simulators_of_graph", "tensor_of", "written_states"]
 
 
 def initialise(module: TracedGraphModule, program: Program, example: ExampleInputs) -> None:
@@ -43,6 +43,25 @@ def initialise(module: TracedGraphModule, program: Program, example: ExampleInpu
         simulator.enable_fake_quant()
         if not _is_weight(simulator):
             simulator.disable_observer()
+
+
+def observe(
+    module: TracedGraphModule, program: Program, example: ExampleInputs, observing: Sequence[FakeQuantizeImplBase]
+) -> None:
+    """Let simulators of activations, which observe and do not quantize yet, see one more forward of the float model.
+
+    Afterwards they quantize and do not observe, as all others do, which quantize nothing in between.
+    """
+    simulators = [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
+    for simulator in simulators:
+        simulator.disable_fake_quant()
+    random = torch.random.fork_rng(devices=_cuda_devices(program))
+    with _evaluating(module), random, torch.no_grad(), _restored(program):
+        module(*example.args, **example.kwargs)
+    for simulator in simulators:
+        simulator.enable_fake_quant()
+    for simulator in observing:
+        simulator.disable_observer()
 
 
 def _remove_masked(module: TracedGraphModule) -> None:

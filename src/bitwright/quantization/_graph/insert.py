@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -15,7 +16,7 @@ from bitwright.planning.graph import GraphDecisions
 from bitwright.planning.mutation import mutated_roots, writes_to
 from bitwright.program import Argument, Op, Program, StateTensor, Value
 from bitwright.program.graph_module import TracedGraphModule
-from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
+from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .fold_insert import Fold, fold_batch_norms, unfold_weights
@@ -94,11 +95,19 @@ class GraphInsertion:
 
     def join_ranges(self) -> None:
         """Have a simulator that stands at several places move its range once in a forward, by the union of all."""
-        places = Counter(id(simulator) for simulator, _ in self.simulators.values())
-        for simulator, _ in self.simulators.values():
-            calculator = simulator.qparams_calculator
-            if isinstance(calculator, RunningRangeMixin):
-                calculator.tensors_per_step = places[id(simulator)]
+        for simulator, places in Counter(simulator for simulator, _ in self.simulators.values()).items():
+            simulator.note_places(places)
+
+    def replace_at(self, nodes: Sequence[fx.Node]) -> FakeQuantizeImplBase:
+        """Have a new simulator, which has seen nothing, stand at places where one stands now, and return it."""
+        _, placement = self.simulators[str(nodes[0].target)]
+        simulator = self._make(placement)
+        simulator.tensor_fqn = f"{nodes[0].args[0]}[output 0]"
+        for node in nodes:
+            name = str(node.target)
+            self.module._modules[name] = simulator
+            self.simulators[name] = (simulator, placement)
+        return simulator
 
     def foldable(self) -> list[Chain]:
         """Return the chains without masks and palettes on their weights, which hold for the weight as it is."""

@@ -26,6 +26,7 @@ from ._one_pass import (
     tracks_in_place,
 )
 from ._recall import Recall, will_be_repeated
+from ._running_range import RunningRangeMixin
 from ._sharded import is_sharded, on_whole
 from ._shortcut import following, is_repeated, observing, quantizing, remembering
 from ._switches import SwitchedModule
@@ -109,6 +110,12 @@ class FakeQuantizeForward(SwitchedModule):
         return self._go_long_way(tensor, False)
 
     _direct_forward = forward
+
+    def note_places(self, places: int) -> None:
+        """Note at how many places of a model this simulator stands; a forward moves its range once, by all of them."""
+        calculator: Any = self._modules["qparams_calculator"]
+        if isinstance(calculator, RunningRangeMixin):
+            calculator.tensors_per_step = places
 
     def task_for(self, weight: torch.Tensor) -> Task | None:
         """Return what a call does to a computed weight; None where it does something else too, such as calling hooks.
