@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+_FLAGS = Path("/proc/cpuinfo")
+#: Whether XNNPACK's layers on float16 add in float16, as they do where the processor can.
+ADDS_IN_FLOAT16 = _FLAGS.exists() and "avx512_fp16" in _FLAGS.read_text()
 
 
 def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from bitwright.export.capabilities import check_plan
 from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.matrix import each_value
-from tests.measures import sqnr
+from tests.measures import ADDS_IN_FLOAT16, sqnr
 
 from .models import palettized
 
@@ -73,7 +73,8 @@ def test_sums_of_halves_are_as_exact_as_pytorchs(kind, dtype, tmp_path):
     expected, exact = ((value[0] if isinstance(value, tuple) else value) for value in (expected, exact))
     found = run_executorch(path, (x,))
     assert found[0].dtype == dtype
-    assert sqnr(exact, found[0].float()) > min(sqnr(exact, expected.float()), 72) - 4
+    adds_itself = ADDS_IN_FLOAT16 and dtype == torch.float16 and kind in ("norm", "linear", "convolution")
+    assert sqnr(exact, found[0].float()) > (48 if adds_itself else min(sqnr(exact, expected.float()), 72) - 4)
     if kind == "recurrent":
         assert len(found) == 3
 

@@ -16,7 +16,7 @@ from bitwright.export.executorch import export_executorch, run_executorch
 from bitwright.export.operators import check_operators
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import PerChannelGranularity
-from tests.measures import sqnr
+from tests.measures import ADDS_IN_FLOAT16, sqnr
 
 from .executorch_taps import roundings
 from .models import W8, prepared
@@ -204,7 +204,8 @@ def test_half_precision(dtype, tmp_path):
     exact = copy.deepcopy(ready).float()(x.to(dtype).float())
     found = _run(ready, x.to(dtype), tmp_path / "m.pte")
     assert found.dtype == dtype
-    assert sqnr(exact, found.float()) > sqnr(exact, ready(x.to(dtype)).float()) - 3
+    adds_itself = ADDS_IN_FLOAT16 and dtype == torch.float16
+    assert sqnr(exact, found.float()) > (46 if adds_itself else sqnr(exact, ready(x.to(dtype)).float()) - 3)
 
 
 def test_height_and_width_may_be_dynamic(tmp_path):

@@ -100,7 +100,9 @@ def test_counts_are_those_of_float64(tmp_path):
     step = float(outputs.calculate_qparams()[0])
     limits = {name: float(end) / step for name, end in (("min", found.min()), ("max", found.max()))}
     wrong = ((exact / step).clamp(**limits) - (found.double() / step).round()).abs() - 0.5
-    assert row.file_inexact == int((wrong > 0).sum()) > 0
+    counted, undecided = int((wrong > 0).sum()), int((wrong.abs() < 8e-6).sum())  # apart by less than float32 at 100
+    assert counted > undecided
+    assert abs(row.file_inexact - counted) <= undecided
     assert row.file_error == pytest.approx(float(wrong.max()), rel=0.05)
 
 

@@ -2,7 +2,7 @@
 
 Kernels of ExecuTorch add up halves in half precision where PyTorch's add in float32 and round once: a layer norm of 256
 bfloat16 values is 8 dB from exact, and a linear layer 34, where PyTorch's have 56. XNNPACK's own layers on float16 are
-as exact as PyTorch's.
+as exact as PyTorch's, but on processors with arithmetic of float16, where they add in it.
 """
 
 from __future__ import annotations
