@@ -16,7 +16,7 @@ from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
-from .names_of_children import part_where_states_differ
+from .shared_simulators import part_where_states_differ
 from .small_weights import SmallWeights, weights_simulated_once
 
 __all__ = ["RESERVED_NAMES", "TracedGraphModule", "as_traced", "uncompiled_copy"]

@@ -28,7 +28,7 @@ def initialise(module: TracedGraphModule, program: Program, example: ExampleInpu
     round. States that the forward writes to are as before.
     """
     simulators = [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
-    with _evaluating(module), torch.random.fork_rng(devices=_cuda_devices(program)), torch.no_grad():
+    with _evaluating(module, program):
         seen: set[int] = set()
         for node, simulator in simulators_of_graph(module):
             if _is_weight(simulator) and id(simulator) not in seen:
@@ -55,8 +55,7 @@ def observe(
     simulators = [child for child in module.modules() if isinstance(child, FakeQuantizeImplBase)]
     for simulator in simulators:
         simulator.disable_fake_quant()
-    random = torch.random.fork_rng(devices=_cuda_devices(program))
-    with _evaluating(module), random, torch.no_grad(), _restored(program):
+    with _evaluating(module, program), _restored(program):
         module(*example.args, **example.kwargs)
     for simulator in simulators:
         simulator.enable_fake_quant()
@@ -129,12 +128,14 @@ def written_states(program: Program) -> list[StateTensor]:
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module, program: Program) -> Iterator[None]:
+    """Eval mode without gradients, whose random numbers are not taken from the user's."""
     training = [child for child in module.modules() if child.training]
     if training:
         module.eval()
     try:
-        yield
+        with torch.random.fork_rng(devices=_cuda_devices(program)), torch.no_grad():
+            yield
     finally:
         for child in training:
             child.training = True

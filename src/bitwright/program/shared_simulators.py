@@ -1,4 +1,4 @@
-"""Children that stand under several names in a module, one for each place in its graph."""
+"""Simulators that stand under several names in a module, one for each place in its graph."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["part_where_states_differ"]
 
 
 def part_where_states_differ(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give names of one child copies of it where a state holds other values under them.
+    """Give names of one simulator copies of it where a state holds other values under them.
 
     Which places share a simulator depends on the example inputs (``quantization._graph.apart``); without this, what is
-    loaded for the last name would hold for all.
+    loaded for the last name would hold for all. Other children, which a model may have tied itself, stay as they are.
 
     Args:
-        module: parent of the children.
+        module: parent of the simulators.
         state_dict: what is going to be loaded; changed in nothing.
-        prefix: what stands before the names of the children there.
+        prefix: what stands before the names of the simulators there.
     """
-    names: dict[nn.Module, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for name, child in module._modules.items():
-        if child is not None:
+        if hasattr(child, "note_places"):
             names.setdefault(child, []).append(name)
-    shared = {child: under for child, under in names.items() if len(under) > 1}
+    shared = {simulator: under for simulator, under in names.items() if len(under) > 1}
     if not shared:
         return
     entries: dict[str, dict[str, Any]] = {name: {} for under in shared.values() for name in under}
@@ -35,7 +35,7 @@ def part_where_states_differ(module: nn.Module, state_dict: Mapping[str, Any], p
         name, _, rest = key.removeprefix(prefix).partition(".")
         if key.startswith(prefix) and name in entries:
             entries[name][rest] = value
-    for child, under in shared.items():
+    for simulator, under in shared.items():
         parts: list[list[str]] = []
         for name in under:
             part = next((part for part in parts if _same(entries[part[0]], entries[name])), None)
@@ -46,12 +46,10 @@ def part_where_states_differ(module: nn.Module, state_dict: Mapping[str, Any], p
         if len(parts) == 1:
             continue
         for part in parts:
-            own = child if part is parts[0] else copy.deepcopy(child)
+            own = simulator if part is parts[0] else copy.deepcopy(simulator)
+            own.note_places(len(part))
             for name in part:
                 module._modules[name] = own
-            note_places = getattr(own, "note_places", None)
-            if note_places is not None:
-                note_places(len(part))
 
 
 def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
