@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
-from bitwright.palettization import KMeansPalettizerConfig, ModuleKMeansPalettizerConfig, PalettizationSpec
+from bitwright.artifact import Artifact, PalettizedTensor
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
 from bitwright.palettization.config import OpKMeansPalettizerConfig, PATSchedule
 from bitwright.palettization.spec import (
     DefaultTrainingSpec,
@@ -23,6 +30,7 @@ from bitwright.quantization.spec import (
     QuantizationScheme,
     QuantizationSpec,
 )
+from bitwright.quantization.spec import PerTensorGranularity as TensorGranularity
 
 
 def test_defaults():
@@ -64,10 +72,6 @@ def test_all_bits_from_one_to_eight(n_bits):
             {"lut_qspec": QuantizationSpec(qscheme="asymmetric", qformulation=QuantizationFormulation.MINVAL)},
             "qformulation=MINVAL is not supported",
         ),
-        (
-            {"lut_qspec": QuantizationSpec(dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu")},
-            "lut_qspec.scale_dtype must be None",
-        ),
         ({"training_strategy_spec": {"type": "dkm", "temperature": 0}}, "greater than 0"),
     ],
 )
@@ -81,6 +85,28 @@ def test_bad_specs_are_refused(fields, message):
 def test_palettes_can_be_quantized_to(dtype):
     """int4 too, which halves the tables of many small groups."""
     assert PalettizationSpec(lut_qspec={"dtype": dtype}).lut_qspec.dtype == getattr(torch, dtype)
+
+
+class _OneForAll(TensorGranularity):
+    """A subclass, as a user's own package may have one."""
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_palettes_can_have_scales_that_are_powers_of_two(dtype):
+    """As in coreai-opt, which also takes a subclass of the granularity; the artifact is as large as planned."""
+    table = QuantizationSpec(dtype=dtype, scale_dtype="float8_e8m0fnu", granularity=_OneForAll())
+    spec = PalettizationSpec(n_bits=4, lut_qspec=table)
+    config = KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}))
+    inputs = (torch.randn(2, 32),)
+    palettizer = KMeansPalettizer(nn.Linear(32, 16), config)
+    planned = palettizer.plan(inputs).compressed_bytes
+    prepared = palettizer.prepare(inputs)
+    artifact = Artifact.from_model(prepared)
+    stored = artifact["weight"]
+    assert isinstance(stored, PalettizedTensor)
+    assert stored.lut.parts["scale"].dtype == torch.uint8
+    assert torch.equal(stored.decode(), prepared.weight)
+    assert artifact.compressed_nbytes == planned
 
 
 SPECS = [

@@ -62,6 +62,7 @@ def _quantized_tables(simulator: PaletteState, tables: torch.Tensor) -> DenseTen
         block_size=(*[1] * (tables.ndim - 2), *tables.shape[-2:]),
         grid=quantizer._current_grid(),
         dtype=tables.dtype,
+        power_of_two=quantizer.qparams_calculator.scale_dtype is not None,
         zero_point_per_block=quantizer.qscheme == QuantizationScheme.ASYMMETRIC,
     )
 

@@ -63,6 +63,8 @@ SAMPLES: tuple[tuple[str, str, tuple[CompressionSpec, ...]], ...] = (
     ("palette of 4 bits, int8 tables", "weight", _p(n_bits=4, lut_qspec=QuantizationSpec(dtype="int8"))),
     ("palette of 4 bits, float8_e4m3fn tables", "weight",
      _p(n_bits=4, lut_qspec=QuantizationSpec(dtype="float8_e4m3fn"))),
+    ("palette of 4 bits, float8_e5m2 tables, power-of-two scales", "weight",
+     _p(n_bits=4, lut_qspec=QuantizationSpec(dtype="float8_e5m2", scale_dtype=_POWERS))),
     ("palette of 4 bits, channel scales", "weight", _p(n_bits=4, enable_per_channel_scale=True)),
     ("pruned to 75 %", "weight", (_HALF,)),
     ("pruned to 75 %, int8 per channel", "weight", (_HALF, *_q("int8", _CHANNEL))),

@@ -93,15 +93,13 @@ class PalettizationSpec(CompressionSpec):
         if spec.dtype not in _SUPPORTED_LUT_DTYPES:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED_LUT_DTYPES))
             raise ValueError(f"lut_qspec.dtype must be one of {names}; got {spec.dtype}.")
-        if type(spec.granularity) is not _QuantizePerTensor:
+        if not isinstance(spec.granularity, _QuantizePerTensor):
             raise ValueError(
                 f"lut_qspec.granularity must be PerTensorGranularity, got {spec.granularity!r}; each palette gets a "
                 "scale of its own."
             )
         if spec.qformulation is QuantizationFormulation.MINVAL:
             raise ValueError("lut_qspec.qformulation=MINVAL is not supported for palettes; use 'zp'.")
-        if spec.scale_dtype is not None:
-            raise ValueError(f"lut_qspec.scale_dtype must be None for palettes, got {spec.scale_dtype}.")
         return spec
 
     @field_serializer("lut_qspec", when_used="json-unless-none")
