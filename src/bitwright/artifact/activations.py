@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bitwright.formats import format_of
 from bitwright.quantization.spec import PerBlockGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from .encode import check_storable
 from .errors import ArtifactError
 from .layouts import ActivationLayout
 
@@ -47,6 +49,7 @@ class QuantizedActivation:
                 f"{name!r} cannot be exported: {'; '.join(problems)}. Calibrate the model first; leave a call that "
                 "calibration does not reach out of the configuration, by its name."
             )
+        check_storable(format_of(simulator.dtype))
         calculator, granularity = simulator.qparams_calculator, simulator.granularity
         layout = ActivationLayout(
             format=str(simulator.dtype).removeprefix("torch."),

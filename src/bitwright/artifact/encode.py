@@ -6,14 +6,14 @@ from typing import cast
 
 import torch
 
-from bitwright.formats import e8m0_codes, e8m0_values, encode, format_of, pack
+from bitwright.formats import NumberFormat, e8m0_codes, e8m0_values, encode, format_of, pack
 from bitwright.kernels import Grid, block_counts
 
 from .errors import ArtifactError
 from .layouts import DenseLayout, FloatName, PalettizedLayout, QuantizedLayout, ScaleName, dtype_name
 from .tensors import DenseTensor, PalettizedTensor, QuantizedTensor
 
-__all__ = ["dense_tensor", "palettized_tensor", "quantized_tensor"]
+__all__ = ["check_storable", "dense_tensor", "palettized_tensor", "quantized_tensor"]
 
 
 def dense_tensor(values: torch.Tensor, mask: torch.Tensor | None = None) -> DenseTensor:
@@ -30,6 +30,16 @@ def dense_tensor(values: torch.Tensor, mask: torch.Tensor | None = None) -> Dens
     if layout.nbytes >= dense.nbytes:
         return dense
     return DenseTensor(layout, {"values": values.detach()[mask], "mask": pack(mask.to(torch.uint8), 1)})
+
+
+def check_storable(fmt: NumberFormat) -> None:
+    """Refuse formats that are simulated only.
+
+    Raises:
+        ArtifactError: its codes have more than eight bits.
+    """
+    if fmt.bits > 8:
+        raise ArtifactError(f"Codes of {fmt.name} are simulated only. Formats of at most 8 bits can be exported.")
 
 
 def quantized_tensor(
@@ -67,6 +77,7 @@ def quantized_tensor(
         ArtifactError: a scale or a code that the layout cannot hold.
     """
     fmt = format_of(grid.dtype)
+    check_storable(fmt)
     counts = block_counts(tuple(codes.shape), block_size)
     scale = scale.detach().float().expand(counts) if scale.numel() == 1 else scale.detach().float().reshape(counts)
     uses_minval = grid.is_integer and grid.formulation == "minval"

@@ -79,8 +79,17 @@ def _floats() -> list[NumberFormat]:
     ]
 
 
+def _wide_integers() -> list[NumberFormat]:
+    """Formats that are simulated where a program widens ``QuantizationSpec.SUPPORTED_DTYPES``, and never stored."""
+    return [
+        NumberFormat(f"int{bits}", getattr(torch, f"int{bits}"), bits, "int", True, -(1 << bits - 1),
+                     (1 << bits - 1) - 1, getattr(torch, f"int{bits}"))
+        for bits in (16, 32)
+    ]  # fmt: skip
+
+
 _BY_NAME: dict[str, NumberFormat] = {f.name: f for f in (*_integers(), *_floats())}
-_BY_DTYPE: dict[torch.dtype, NumberFormat] = {f.dtype: f for f in _BY_NAME.values()}
+_BY_DTYPE: dict[torch.dtype, NumberFormat] = {f.dtype: f for f in (*_BY_NAME.values(), *_wide_integers())}
 
 
 def format_names() -> tuple[str, ...]:

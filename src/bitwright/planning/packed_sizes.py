@@ -28,7 +28,7 @@ def quantized_bytes(
     of a code. Scales of a range that is fixed on both sides are computed in float32 and take 4 bytes.
     """
     parameters = _parameter_bytes(spec, spec.n_bits, spec.qformulation, _blocks(shape, block_size), dtype)
-    return packed_size(math.prod(shape), spec.n_bits) + parameters
+    return _code_bytes(math.prod(shape), spec.n_bits) + parameters
 
 
 def table_bytes(spec: QuantizationSpec | None, tables: int, entries: int, dtype: torch.dtype) -> int:
@@ -124,4 +124,9 @@ def _parameter_bytes(grid: Any, n_bits: int, formulation: str, blocks: int, dtyp
         return scales
     if formulation == "minval":
         return scales + blocks * float_bytes
-    return scales + (packed_size(blocks, n_bits) if grid.qscheme == QuantizationScheme.ASYMMETRIC else 0)
+    return scales + (_code_bytes(blocks, n_bits) if grid.qscheme == QuantizationScheme.ASYMMETRIC else 0)
+
+
+def _code_bytes(count: int, bits: int) -> int:
+    """Return the bytes of ``count`` codes; those of simulated formats of more than eight bits take whole bytes."""
+    return count * bits // 8 if bits > 8 else packed_size(count, bits)
