@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.config.spec import CompressionTargetTensor
 from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -83,6 +84,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(mode, kind, stop):
     assert_identical(everything(whole[1]), everything(resumed[1]))
     x = images(99)[0]
     assert torch.equal(whole[1].eval()(x), resumed[1].eval()(x))
+
+
+def test_an_edge_follows_the_schedule_of_its_producer():
+    """The one simulator between two layers is the output's of the first, whatever the second one's schedule says."""
+    late = ModuleQuantizerConfig(op_input_spec=None, qat_schedule=QATSchedule(enable_fake_quant=3))
+    config = QuantizerConfig(
+        global_config=ModuleQuantizerConfig(op_output_spec=None, qat_schedule=QATSchedule()),
+        module_name_configs={"0": late},
+        execution_mode="graph",
+    )
+    quantizer = Quantizer(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), config)
+    prepared = quantizer.prepare((torch.randn(2, 4),))
+    edges = [s for s in simulators(prepared) if s.quantization_target == CompressionTargetTensor.ACTIVATION]
+    with quantizer.training_mode():
+        for step in range(5):
+            assert [bool(edge.fake_quant_enabled) for edge in edges] == [step >= 3], step
+            quantizer.step()
 
 
 @pytest.mark.parametrize("mode", MODES)
