@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright import ExportBackend
 from bitwright.export.capabilities import check_plan
 from bitwright.export.targets import TARGETS
 from bitwright.planning import Severity
@@ -67,6 +68,43 @@ def test_core_ml_takes_differences_and_sums_in_place(mode, tmp_path):
     path = export_coreml(ready, (x,), tmp_path / "m.mlpackage", precision="float32")
     weights = [constant for _, constant in compressed_constants(path) if constant.shape == (8, 8)]
     assert len(weights) == 2
+
+
+class Sums(nn.Module):
+    """Sums and products in place, by operator and by method, with a ReLU whose result is not looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        identity = self.first(x)
+        out = self.second(identity)
+        out += identity
+        out.mul_(identity)
+        torch.relu_(out)
+        return out - x
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_coremltools_takes_a_trace_of_sums_in_place(mode):
+    """The user's own ``torch.jit.trace`` of a finalized model, as with coreai-opt; the trace computes the same."""
+    converters = pytest.importorskip("coremltools")
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    activation = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
+    quantizer, ready = prepared(Sums().eval(), x, W8, activation, mode)
+    with torch.no_grad():
+        expected = ready(x).clone()
+        finalized = quantizer.finalize(backend=ExportBackend.CoreML)
+        traced = torch.jit.trace(finalized, (x,))
+        torch.testing.assert_close(traced(x), expected)
+    program = converters.convert(
+        traced, inputs=[converters.TensorType(shape=(4, 8))], convert_to="milinternal",
+        minimum_deployment_target=converters.target.iOS18,
+    )  # fmt: skip
+    found = [operation.op_type for operation in program.functions["main"].operations]
+    assert (found.count("add"), found.count("mul"), found.count("relu"), found.count("sub")) == (1, 1, 1, 1)
 
 
 def test_core_ml_operators_of_ours_compute_what_torch_does():

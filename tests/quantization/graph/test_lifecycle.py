@@ -474,3 +474,46 @@ def test_what_is_written_through_a_view_is_simulated_as_each_reader_sees_it() ->
         assert after.unique().numel() <= 256 < before.unique().numel()
         assert sqnr(before, after) > 30
     assert sqnr(expected, result) > 30
+
+
+class ResidualBlock(nn.Module):
+    """A residual block whose sum and ReLU work in place, as in torchvision's ResNets, or do not."""
+
+    def __init__(self, *, add_in_place: bool, relu_in_place: bool) -> None:
+        super().__init__()
+        self.add_in_place = add_in_place
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.relu = nn.ReLU(inplace=relu_in_place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = self.relu(self.first(x))
+        out = self.second(identity)
+        if self.add_in_place:
+            out += identity
+        else:
+            out = out + identity
+        return self.third(self.relu(out))
+
+
+@pytest.mark.parametrize("relu_in_place", [True, False])
+@pytest.mark.parametrize("add_in_place", [True, False])
+def test_a_sum_in_place_in_front_of_a_relu_in_place_is_quantized(add_in_place: bool, relu_in_place: bool) -> None:
+    """Simulators stand where they would if nothing were done in place, and the numbers are the same."""
+    x, answers, places = torch.rand(2, 3, 4, 4), [], []
+    for block in (
+        ResidualBlock(add_in_place=add_in_place, relu_in_place=relu_in_place),
+        ResidualBlock(add_in_place=False, relu_in_place=False),
+    ):
+        torch.manual_seed(0)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter)
+        quantizer = Quantizer(block.eval(), QuantizerConfig())
+        prepared: Any = quantizer.prepare((x,))
+        with torch.no_grad(), quantizer.calibration_mode():
+            prepared(x)
+        nodes = [node for node in prepared.graph.nodes if node.op == "call_module" and len(node.args) == 1]
+        places.append([len(node.users) for node in nodes])
+        answers.append(prepared(x))
+    assert places[0] == places[1]
+    assert len(places[0]) == 8  # three weights, the input, identity, the second layer, the sum, and the output
+    assert torch.equal(*answers)

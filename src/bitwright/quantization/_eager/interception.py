@@ -34,6 +34,7 @@ from bitwright.kernels.dispatch import is_exporting
 from bitwright.kernels.remade import forget_weight
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
 from bitwright.program.aten_names import is_in_place
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .bookkeeping import QUESTIONS, Bookkeeping
 from .recompute import checkpoint_here, repeat_with
@@ -323,8 +324,28 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
             result = result.clone()  # `target` will be overwritten
         result = _replace_output(result, index, simulate)
     if result is not target:
-        return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
+        _overwrite(target, result, [children[child] for _, child in sites.outputs])
+        return target  # the caller may hold `x` of `x.add_(y)` under other names
     return result
+
+
+def _overwrite(target: torch.Tensor, result: torch.Tensor, simulators: Sequence[nn.Module]) -> None:
+    """Give ``target`` the numbers of ``result``.
+
+    In a trace of what was finalized for Core ML ``target`` becomes ``result``: coremltools has copies into selections
+    and slices only, and whoever reads ``target`` behind a copy reads what that returned anyway.
+    """
+    state = torch._C._get_tracing_state()
+    if state is None or any(isinstance(simulator, FakeQuantizeImplBase) for simulator in simulators):
+        target.copy_(result)
+        return
+    value = torch._C._get_value_trace(result)
+    torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    try:
+        target.copy_(result)
+    finally:
+        torch._C._set_tracing_state(state)
+    torch._C._set_value_trace(target, value)
 
 
 def _simulate_outputs(
