@@ -103,10 +103,15 @@ _COREML_CODES = {
 
 
 class CoreMLExportError(ValueError):
-    """The model uses something that Core ML cannot hold; the message proposes the Core AI backend."""
+    """The model uses something that Core ML cannot hold.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{message} Use ExportBackend.CoreAI, which supports it.")
+    Args:
+        message: what, and where.
+        remedy: what to do; the default proposes the Core AI backend.
+    """
+
+    def __init__(self, message: str, remedy: str = "Use ExportBackend.CoreAI, which supports it.") -> None:
+        super().__init__(f"{message} {remedy}")
 
     @classmethod
     def from_dtype(cls, dtype: object, context: str) -> Self:

@@ -11,8 +11,8 @@ from torch import nn
 
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.export.targets import TARGETS
-from bitwright.quantization import QuantizationSpec
-from bitwright.quantization.spec import PerChannelGranularity
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 from tests.artifact.strategies import weight_specs
 from tests.measures import sqnr
 
@@ -243,3 +243,21 @@ def test_quantized_numbers_without_dimensions_are_converted(mode, tmp_path):
     expected = ready(x)
     assert target.write(ready, (x,), tmp_path / "m.mlpackage", {}, None).exists()
     assert sqnr(expected, quantizer.finalize(backend="coreml")(x)) > 120
+
+
+@pytest.mark.parametrize(
+    ("granularity", "remedy"),
+    [
+        (PerChannelGranularity(axis=-1), "Use ExportBackend.CoreAI"),
+        (PerBlockGranularity(axis=-1, block_size=16), "Use PerTensorGranularity"),
+    ],
+)
+def test_the_advice_for_an_activation_is_one_that_works(granularity, remedy):
+    """Core AI takes activations by channel, and no blocks either."""
+    spec = QuantizationSpec(granularity=granularity)
+    where = ModuleQuantizerConfig(op_state_spec=None, op_input_spec={"*": spec}, op_output_spec=None)
+    for mode in ("eager", "graph"):
+        quantizer = Quantizer(nn.Linear(32, 8), QuantizerConfig(global_config=where, execution_mode=mode))
+        quantizer.prepare((torch.randn(2, 32),))
+        with pytest.raises(CoreMLExportError, match=rf"Granularity on activation '.*'\. {remedy}"):
+            quantizer.finalize(backend=ExportBackend.CoreML)

@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.artifact import CompressedTensor, QuantizedActivation, compress_tensor
 from bitwright.artifact.sites import WeightSite, activation_simulators, weight_sites
 from bitwright.common import CoreMLExportError
-from bitwright.quantization.spec import PerTensorGranularity
+from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_activations import ClampToRange, activation_operands
@@ -46,7 +46,10 @@ def check_activation_form(simulator: FakeQuantizeImplBase, name: str) -> None:
             "it has int8 and uint8."
         )
     if not isinstance(simulator.granularity, PerTensorGranularity):
-        raise CoreMLExportError.from_config(simulator.granularity, where)
+        problem = f"CoreML export does not support {type(simulator.granularity).__name__} on {where}."
+        if isinstance(simulator.granularity, PerChannelGranularity):
+            raise CoreMLExportError(problem)
+        raise CoreMLExportError(problem, "Use PerTensorGranularity; Core AI takes PerChannelGranularity too.")
     if simulator._current_grid().formulation != "zp":
         raise CoreMLExportError(
             f"CoreML export does not support the 'minval' formulation for {where}; use qformulation 'zp'."

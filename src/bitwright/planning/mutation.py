@@ -37,7 +37,7 @@ def mutated_roots(program: Program) -> dict[int, Value]:
 
 
 def _last_reads(program: Program) -> dict[int, int]:
-    """Return the place of the last op that reads a value, by its ``id``; what the program returns is read behind all."""
+    """Return the place of the last op that reads a value, by its ``id``; the program's outputs are read behind all."""
     places = {id(a.value): place for place, op in enumerate(program.ops) for a in op.arguments}
     return places | {id(value): len(program.ops) for value in program.outputs}
 

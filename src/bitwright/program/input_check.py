@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
+
+from .other_batches import holds_for_batches_of
 
 __all__ = ["Dimension", "InputCheck", "InputShape"]
 
@@ -56,6 +58,8 @@ class InputShape:
 class InputCheck:
     """A forward pre-hook that refuses inputs of other shapes, which constants in the graph would not fit.
 
+    Other batch sizes pass where the graph is seen to hold for them.
+
     Attributes:
         parameters: names of forward's arguments, in order.
         shapes: one entry for each flattened input.
@@ -80,20 +84,39 @@ class InputCheck:
             return  # the generated code reports another structure of the arguments
         seen: dict[str, int] = {}
         for leaf, expected in zip(leaves, self.shapes, strict=True):
-            if expected.dimensions is not None and isinstance(leaf, torch.Tensor):
-                _check(expected, tuple(leaf.shape), seen)
+            if expected.dimensions is None or not isinstance(leaf, torch.Tensor):
+                continue
+            if not _fits(expected.dimensions, tuple(leaf.shape), seen):
+                if self._holds_all_the_same(module, leaves):
+                    return
+                raise _misfit(expected, expected.dimensions, tuple(leaf.shape))
+
+    def _holds_all_the_same(self, module: nn.Module, leaves: Sequence[Any]) -> bool:
+        """Whether the inputs differ in the size of the batch alone, and the graph is one for any; found once."""
+        came = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        known: dict[Any, bool] = module.__dict__.setdefault("_other_batches", {})
+        if came not in known:
+            before = [_static(shape.dimensions) for shape in self.shapes]
+            known[came] = isinstance(module, fx.GraphModule) and holds_for_batches_of(module, before, leaves)
+        return known[came]
 
 
-def _check(expected: InputShape, shape: tuple[int, ...], seen: dict[str, int]) -> None:
-    dimensions = expected.dimensions
-    assert dimensions is not None
-    fits = len(shape) == len(dimensions) and all(
+def _static(dimensions: tuple[Dimension, ...] | None) -> tuple[int, ...] | None:
+    """The sizes of an input; None if one of them varies, or if it is no tensor."""
+    sizes = [dimension.size for dimension in dimensions or ()]
+    return None if dimensions is None or None in sizes else tuple(size for size in sizes if size is not None)
+
+
+def _fits(dimensions: tuple[Dimension, ...], shape: tuple[int, ...], seen: dict[str, int]) -> bool:
+    return len(shape) == len(dimensions) and all(
         dimension.fits(size, seen) for dimension, size in zip(dimensions, shape, strict=True)
     )
-    if not fits:
-        captured = ", ".join(map(str, dimensions))
-        raise ValueError(
-            f"Input {expected.name!r} has shape {shape}, but the graph was captured for ({captured}). Sizes of the "
-            "example inputs are fixed in the graph; to let a dimension vary, pass dynamic_shapes to prepare(), for "
-            f"example dynamic_shapes={{{expected.name!r}: {{0: torch.export.Dim.AUTO}}}}."
-        )
+
+
+def _misfit(expected: InputShape, dimensions: tuple[Dimension, ...], shape: tuple[int, ...]) -> ValueError:
+    captured = ", ".join(map(str, dimensions))
+    return ValueError(
+        f"Input {expected.name!r} has shape {shape}, but the graph was captured for ({captured}). Sizes of the "
+        "example inputs are fixed in the graph; to let a dimension vary, pass dynamic_shapes to prepare(), for "
+        f"example dynamic_shapes={{{expected.name!r}: {{0: torch.export.Dim.AUTO}}}}."
+    )

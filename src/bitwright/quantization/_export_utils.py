@@ -101,7 +101,7 @@ def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> Non
         )
     if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
         raise ValueError(
-            f"Activation {name!r}: Core AI export does not support {type(granularity).__name__} for activations. Use "
+            f"Activation {name!r}: Core AI export does not support {type(granularity).__name__} on activations. Use "
             "PerTensorGranularity or PerChannelGranularity, keep the simulated model with ExportBackend._TORCH, or "
             "install an extension that registers an activation export handler for it."
         )

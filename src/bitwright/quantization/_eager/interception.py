@@ -329,23 +329,24 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
     return result
 
 
-def _overwrite(target: torch.Tensor, result: torch.Tensor, simulators: Sequence[nn.Module]) -> None:
+def _overwrite(target: torch.Tensor, result: torch.Tensor, simulators: Sequence[nn.Module | None]) -> None:
     """Give ``target`` the numbers of ``result``.
 
     In a trace of what was finalized for Core ML ``target`` becomes ``result``: coremltools has copies into selections
     and slices only, and whoever reads ``target`` behind a copy reads what that returned anyway.
     """
-    state = torch._C._get_tracing_state()
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
     if state is None or any(isinstance(simulator, FakeQuantizeImplBase) for simulator in simulators):
         target.copy_(result)
         return
-    value = torch._C._get_value_trace(result)
-    torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    value = tracer._get_value_trace(result)
+    tracer._set_tracing_state(None)
     try:
         target.copy_(result)
     finally:
-        torch._C._set_tracing_state(state)
-    torch._C._set_value_trace(target, value)
+        tracer._set_tracing_state(state)
+    tracer._set_value_trace(target, value)
 
 
 def _simulate_outputs(

@@ -1,0 +1,130 @@
+"""Graphs captured for one batch size and called with another, without ``dynamic_shapes``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+
+class Called(nn.Module):
+    """A function of a layer and the inputs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(self.layer, x)
+        return result
+
+
+class Sum(nn.Module):
+    """Two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x + y)
+        return result
+
+
+def convolutional() -> nn.Module:
+    """Layers with statistics and a mode."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
+
+
+HOLD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "free size": lambda layer, x: layer(x).view(-1, 9 * 8),
+    "flatten": lambda layer, x: layer(x).flatten(1),
+    "table": lambda layer, x: layer(x + layer.weight[None, :1]),
+    "transposed": lambda layer, x: layer(x).transpose(1, 2).mean(1),
+    "one more dimension": lambda layer, x: layer(x.unsqueeze(0)).squeeze(0),
+    "heads": lambda layer, x: layer(x).unflatten(-1, (2, 4)).transpose(1, 2).flatten(2),
+    "merged": lambda layer, x: layer(x.transpose(0, 1).reshape(-1, 8)),
+}
+FAIL: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "view of the size": lambda layer, x: layer(x).view(x.size(0), -1),
+    "heads of the size": lambda layer, x: layer(x).view(x.shape[0], 9, 2, 4).transpose(1, 2),
+    "mean over the batch": lambda layer, x: layer(x).sum() / x.size(0),
+    "divided by the size": lambda layer, x: layer(x) / x.size(0),
+    "expanded token": lambda layer, x: torch.cat([layer.weight[None, :1].expand(x.size(0), -1, -1), layer(x)], 1),
+    "number of the image": lambda layer, x: layer(x) + torch.arange(x.size(0)).view(-1, 1, 1),
+    "first image": lambda layer, x: layer(x) + x[:1],
+}
+
+
+def batch(size: int) -> torch.Tensor:
+    """Inputs of the functions."""
+    return torch.randn(size, 9, 8, generator=torch.Generator().manual_seed(size))
+
+
+def prepared_for(model: nn.Module, *inputs: torch.Tensor) -> Any:
+    """Weights of 8 bits, so that outputs are near the model's."""
+    return Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w8()).prepare(inputs).eval()
+
+
+@pytest.mark.parametrize("captured", [1, 2, 4])
+@pytest.mark.parametrize("name", HOLD)
+def test_graphs_that_hold_for_any_batch(name: str, captured: int) -> None:
+    """They compute what the model does."""
+    torch.manual_seed(0)
+    model = Called(HOLD[name], nn.Linear(8, 8)).eval()
+    prepared = prepared_for(model, batch(captured))
+    for size in (8, 3):
+        torch.testing.assert_close(prepared(batch(size)), model(batch(size)), atol=0.05, rtol=0)
+    again = pickle.loads(pickle.dumps(prepared_for(model, batch(captured))))
+    assert torch.equal(again(batch(5)), prepared(batch(5)))
+
+
+@pytest.mark.parametrize("captured", [1, 2, 4])
+@pytest.mark.parametrize("name", FAIL)
+def test_graphs_with_the_size_in_them_are_refused(name: str, captured: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The error says what to pass to ``prepare``, and nothing else is told; the captured size goes on to work."""
+    torch.manual_seed(0)
+    prepared = prepared_for(Called(FAIL[name], nn.Linear(8, 8)).eval(), batch(captured))
+    caplog.clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="pass dynamic_shapes to prepare"):
+            prepared(batch(8))
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+    prepared(batch(captured))
+
+
+def test_calibration_and_training_with_other_batches() -> None:
+    """Nothing of the model changes by the look at the graph; then it calibrates and trains as in float."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(convolutional(), QuantizerConfig())
+    prepared: Any = quantizer.prepare((torch.randn(1, 1, 8, 8),))
+    prepared.train()
+    kept = {name: tensor.clone() for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    assert prepared._input_check._holds_all_the_same(prepared, [torch.randn(16, 1, 8, 8)])
+    state = prepared.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(torch.randn(16, 1, 8, 8))
+    with quantizer.training_mode():
+        prepared(torch.randn(12, 1, 8, 8)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in prepared.parameters())
+
+
+def test_inputs_of_two_batch_sizes_are_refused() -> None:
+    """All that change must change alike; other dimensions are fixed."""
+    prepared = prepared_for(Sum().eval(), batch(2), batch(2))
+    assert prepared(batch(5), batch(5)).shape == (5, 9, 8)
+    with pytest.raises(ValueError, match="Input 'x' has shape"):
+        prepared(batch(3), batch(5))
+    with pytest.raises(ValueError, match="Input 'x' has shape"):
+        prepared(batch(2)[:, :4], batch(2))
