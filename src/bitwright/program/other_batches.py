@@ -30,8 +30,8 @@ def holds_for_batches_of(module: fx.GraphModule, before: Sequence[Shape | None],
     Sizes that the model read from its inputs are constants in the graph. With other batches they make it fail, or pass
     unnoticed as the factor of a mean over the batch. So each node is followed with the sizes alone: whatever depends
     on the changed inputs must be as many times as large along one dimension, must keep that dimension where a view
-    would have it, and must not be multiplied with the batch size; nor may there be a sequence as long as the batch.
-    Graphs that reduce the batch are not proved.
+    would have it, and must not be multiplied with the batch size; nor may there be a sequence as long as the batch,
+    or a result of that length that no input enters. Graphs that reduce the batch are not proved.
 
     Args:
         module: the graph.
@@ -102,7 +102,10 @@ class _Follower(fx.Interpreter):
         """Run one node, and note its shapes and along which dimension they are larger."""
         result = super().run_node(n)
         self.shapes[n] = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if self._before is not None and n.op != "output":
+        if n.op == "output":
+            made = [node for node in n.all_input_nodes if node.op == "call_function" and node not in self._batch_of]
+            self.holds &= all(self._captured not in shape for node in made for shape in self.shapes[node])
+        elif self._before is not None:
             self._look_at(n, self._before[n], self.shapes[n])
         return result
 

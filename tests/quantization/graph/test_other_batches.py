@@ -103,6 +103,23 @@ def test_graphs_with_the_size_in_them_are_refused(name: str, captured: int, capl
     prepared(batch(captured))
 
 
+def test_results_of_the_size_that_no_input_enters_are_refused() -> None:
+    """Such as the zeros of a state; parameters may be results."""
+
+    class States(nn.Module):
+        def __init__(self, counts: bool) -> None:
+            super().__init__()
+            self.layer, self.counts = nn.Linear(8, 8), counts
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x), torch.zeros(x.size(0), 3) + 1 if self.counts else self.layer.bias
+
+    for size in (1, 2):
+        assert prepared_for(States(False).eval(), batch(size))(batch(4))[0].shape == (4, 9, 8)
+        with pytest.raises(ValueError, match="pass dynamic_shapes"):
+            prepared_for(States(True).eval(), batch(size))(batch(4))
+
+
 def test_calibration_and_training_with_other_batches() -> None:
     """Nothing of the model changes by the look at the graph; then it calibrates and trains as in float."""
     torch.manual_seed(0)
