@@ -102,6 +102,9 @@ _COREML_CODES = {
 }
 
 
+_CORE_AI_TAKES_IT = "Use ExportBackend.CoreAI, which supports it."
+
+
 class CoreMLExportError(ValueError):
     """The model uses something that Core ML cannot hold.
 
@@ -110,18 +113,18 @@ class CoreMLExportError(ValueError):
         remedy: what to do; the default proposes the Core AI backend.
     """
 
-    def __init__(self, message: str, remedy: str = "Use ExportBackend.CoreAI, which supports it.") -> None:
+    def __init__(self, message: str, remedy: str = _CORE_AI_TAKES_IT) -> None:
         super().__init__(f"{message} {remedy}")
 
     @classmethod
     def from_dtype(cls, dtype: object, context: str) -> Self:
         """Build the error for a dtype that Core ML does not support in ``context``."""
-        return cls(f"CoreML export does not support dtype {dtype} for {context}.")
+        return cls(f"CoreML export does not support dtype {dtype} on {context}.")
 
     @classmethod
-    def from_config(cls, config: object, context: str) -> Self:
+    def from_config(cls, config: object, context: str, remedy: str = _CORE_AI_TAKES_IT) -> Self:
         """Build the error for a configuration object (named by its type) that Core ML does not support."""
-        return cls(f"CoreML export does not support {type(config).__name__} for {context}.")
+        return cls(f"CoreML export does not support {type(config).__name__} on {context}.", remedy)
 
 
 class DependencyVersionWarning(UserWarning):

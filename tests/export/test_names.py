@@ -70,6 +70,32 @@ def test_core_ml_takes_differences_and_sums_in_place(mode, tmp_path):
     assert len(weights) == 2
 
 
+class Copies(nn.Module):
+    """The model's own copy into a whole tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        kept = x.clone()
+        kept.copy_(self.first(x))
+        return self.second(kept)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_core_ml_takes_copies_into_whole_tensors(mode, tmp_path):
+    """What is read is what was copied: both weights are in the file."""
+    pytest.importorskip("coremltools")
+    from bitwright.export.coreml_package import compressed_constants, export_coreml
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    _, ready = prepared(Copies().eval(), x, W8, QuantizationSpec(dtype="uint8", qscheme="asymmetric"), mode)
+    path = export_coreml(ready, (x,), tmp_path / "m.mlpackage", precision="float32")
+    assert len([constant for _, constant in compressed_constants(path) if constant.shape == (8, 8)]) == 2
+
+
 class Sums(nn.Module):
     """Sums and products in place, by operator and by method, with a ReLU whose result is not looked at."""
 

@@ -46,10 +46,11 @@ def check_activation_form(simulator: FakeQuantizeImplBase, name: str) -> None:
             "it has int8 and uint8."
         )
     if not isinstance(simulator.granularity, PerTensorGranularity):
-        problem = f"CoreML export does not support {type(simulator.granularity).__name__} on {where}."
         if isinstance(simulator.granularity, PerChannelGranularity):
-            raise CoreMLExportError(problem)
-        raise CoreMLExportError(problem, "Use PerTensorGranularity; Core AI takes PerChannelGranularity too.")
+            raise CoreMLExportError.from_config(simulator.granularity, where)
+        raise CoreMLExportError.from_config(
+            simulator.granularity, where, "Use PerTensorGranularity; Core AI takes PerChannelGranularity too."
+        )
     if simulator._current_grid().formulation != "zp":
         raise CoreMLExportError(
             f"CoreML export does not support the 'minval' formulation for {where}; use qformulation 'zp'."

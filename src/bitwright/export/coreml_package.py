@@ -231,7 +231,7 @@ def _replace_float16(model: fx.GraphModule) -> None:
 
 
 def _replace_copies(traced: Any) -> None:
-    """Let whole tensors that quantized results are copied into, as of ``x.add_(y)``, be the results.
+    """Let whole tensors that the model copies something into, as ``x.copy_(y)`` does, be what was copied.
 
     coremltools has copies into selections and slices only. Whoever reads the tensor afterwards reads what ``copy_``
     returned: so it is recorded.

@@ -324,29 +324,28 @@ def _run(module: nn.Module, sites: CallSites, func: Callable[..., Any], args: li
             result = result.clone()  # `target` will be overwritten
         result = _replace_output(result, index, simulate)
     if result is not target:
-        _overwrite(target, result, [children[child] for _, child in sites.outputs])
-        return target  # the caller may hold `x` of `x.add_(y)` under other names
+        traced = torch._C._get_tracing_state() is not None
+        if traced and not any(isinstance(children[child], FakeQuantizeImplBase) for _, child in sites.outputs):
+            return _become(target, result)
+        return target.copy_(result)  # the caller may hold `x` of `x.add_(y)` under other names
     return result
 
 
-def _overwrite(target: torch.Tensor, result: torch.Tensor, simulators: Sequence[nn.Module | None]) -> None:
-    """Give ``target`` the numbers of ``result``.
+def _become(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Give ``target`` the numbers of ``result``, and let it be ``result`` in the trace that is made.
 
-    In a trace of what was finalized for Core ML ``target`` becomes ``result``: coremltools has copies into selections
-    and slices only, and whoever reads ``target`` behind a copy reads what that returned anyway.
+    That is for traces of what was finalized for Core ML: coremltools has copies into selections and slices only, and
+    whoever reads ``target`` behind a copy reads what that returned anyway.
     """
     tracer: Any = torch._C
-    state = tracer._get_tracing_state()
-    if state is None or any(isinstance(simulator, FakeQuantizeImplBase) for simulator in simulators):
-        target.copy_(result)
-        return
-    value = tracer._get_value_trace(result)
+    state, value = tracer._get_tracing_state(), tracer._get_value_trace(result)
     tracer._set_tracing_state(None)
     try:
         target.copy_(result)
     finally:
         tracer._set_tracing_state(state)
     tracer._set_value_trace(target, value)
+    return target
 
 
 def _simulate_outputs(
