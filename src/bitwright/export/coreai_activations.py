@@ -15,7 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_weights import coreai_layers
 
-__all__ = ["ActivationOperands", "ClampToRange", "activation_operands", "along", "coreai_activation"]
+__all__ = ["ActivationOperands", "ClampToRange", "activation_operands", "along", "coreai_activation", "narrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,13 @@ class _Widened(nn.Module):
 
     Args:
         layer: the layer.
-        dtype: the model's dtype; a parameter that it does not hold exactly stays in float32.
+        dtype: the model's dtype; a parameter that ``narrowed`` refuses stays in float32.
     """
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         for name, parameter in layer.named_buffers():
-            narrow = parameter.to(dtype) if parameter.is_floating_point() else parameter
-            self.register_buffer(name, narrow if torch.equal(narrow.to(parameter.dtype), parameter) else parameter)
+            self.register_buffer(name, narrowed(parameter, dtype))
         self._quantizes = "input_dtype" not in vars(layer)
         self._options = {name: value for name, value in vars(layer).items() if name in ("axis", "input_dtype")}
         self._dtype = layer.output_dtype
@@ -111,6 +110,18 @@ class _Widened(nn.Module):
             return quantized
         values: torch.Tensor = torch.ops.coreai.dequantize(x, scale, output_dtype=self._dtype, **read, **self._options)
         return values
+
+
+def narrowed(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a float32 parameter in a model's dtype if that holds it exactly, and anything else as it is.
+
+    Numbers below the dtype's smallest normal one stay in float32: Core AI's runtime takes them for zero.
+    """
+    if parameter.dtype != torch.float32:
+        return parameter
+    narrow = parameter.to(dtype)
+    normal = (narrow.abs() >= torch.finfo(dtype).tiny) | (parameter == 0)
+    return narrow if bool(((narrow == parameter) & normal).all()) else parameter
 
 
 def along(parameter: torch.Tensor, axis: int, rank: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.artifact.packed import replace_weight
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .coreai_activations import ActivationOperands, activation_operands
+from .coreai_activations import ActivationOperands, activation_operands, narrowed
 from .coreai_weights import coreai_weight, quantized_operands
 from .extras import require
 from .mapped import MappedFiles
@@ -188,17 +188,10 @@ def _read_buffer(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.
 
 
 def _read_parameter(module: fx.GraphModule, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> fx.Node:
-    """Read a float32 parameter from a buffer in the model's dtype, if that holds it exactly.
-
-    Numbers below the dtype's smallest normal one stay in float32: Core AI's runtime takes them for zero.
-    """
-    if tensor.dtype != torch.float32 or dtype == torch.float32:
-        return _read_buffer(module, name, tensor)
-    stored = tensor.to(dtype)
-    normal = (stored.abs() >= torch.finfo(dtype).tiny) | (tensor == 0)
-    if not bool(((stored == tensor) & normal).all()):
-        return _read_buffer(module, name, tensor)
-    return _cast(module.graph, _read_buffer(module, name, stored), torch.float32)
+    """Read a parameter in float32, from a buffer that is narrower where it can be."""
+    stored = narrowed(tensor, dtype)
+    read = _read_buffer(module, name, stored)
+    return read if stored.dtype == tensor.dtype else _cast(module.graph, read, torch.float32)
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
