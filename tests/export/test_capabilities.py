@@ -169,6 +169,16 @@ def test_plans_say_what_a_target_lacks(mode):
     assert len(check_plan(plan, "gguf")) == len([row for row in plan if row.kind == "activation" and row.spec])
 
 
+@pytest.mark.parametrize("target", ["onnx", "executorch", "coreai", "coreml"])
+def test_searches_at_run_time_are_refused(target):
+    """Files compute dynamic ranges as extremes, not by a search."""
+    searched = QuantizationSpec(range_calculator_cls="mse", qparam_calculator_cls="dynamic")
+    plan = _plan(QuantizationSpec(), searched, "eager")
+    found = [problem for problem in check_plan(plan, target) if problem.severity is Severity.ERROR]
+    assert len(found) == 2
+    assert all("run time" in problem.message for problem in found)
+
+
 def _compressors(spec):
     where = {"op_state_spec": {"weight": spec}}
     if isinstance(spec, PruningSpec):

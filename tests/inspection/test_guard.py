@@ -176,6 +176,19 @@ def test_nan_in_a_layer(mode: str) -> None:
 
 
 @MODES
+def test_a_calibration_with_nan(mode: str) -> None:
+    """BW104 and BW109 tell of it; nothing is left to compare in what the broken quantizers see."""
+    model = make()
+
+    def calibrate(quantizer: Any, prepared: nn.Module) -> None:
+        with pytest.warns(UserWarning, match="BW104"), quantizer.calibration_mode():
+            prepared(torch.full((32, 16), math.nan))
+
+    _, prepared = quantize(model, mode, calibrate=calibrate)
+    assert {"BW104", "BW109"} <= codes(model, prepared)
+
+
+@MODES
 def test_heavy_clipping(mode: str) -> None:
     """BW110: calibrated on data twenty times smaller than what the model meets."""
 
@@ -231,6 +244,34 @@ def test_revert_puts_damaged_layers_back_and_keeps_the_others(mode: str) -> None
     assert all(layer.isolated.sqnr_db < 200 for layer in kept)
     assert result.report.layer(result.reverted[0]).isolated.sqnr_db == 200
     assert result.report.end_to_end.error.sqnr_db >= 30
+
+
+def test_a_layer_that_is_put_back_is_no_part_of_what_is_around_it() -> None:
+    """Its calls are not taken for unseen ones of the module that adds its input."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(x) + x)
+
+    torch.manual_seed(0)
+    model = Around().eval()
+    with torch.no_grad():
+        model.outer.weight[1] *= 1000
+    config = QuantizerConfig.presets.w8a8(execution_mode="eager")
+    config.global_config.op_state_spec = {"weight": QuantizationSpec(granularity={"type": "per_tensor"})}
+    quantizer = Quantizer(copy.deepcopy(model), config)
+    prepared = quantizer.prepare((data()[0],))
+    with quantizer.calibration_mode():
+        prepared(data()[0])
+    result = guard(model, prepared, data(), on_damage="revert")
+    assert result.reverted == ("outer",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result.model(data()[0])
 
 
 @MODES

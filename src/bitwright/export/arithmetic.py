@@ -11,6 +11,7 @@ from bitwright.kernels import reference
 from bitwright.kernels.grid import block_view_shape
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from bitwright.quantization.spec.qparams_calculator import DynamicQParamsCalculator
+from bitwright.quantization.spec.range_calculator import MinMaxRangeCalculator
 
 __all__ = ["ArithmeticActivation", "arithmetic_activation", "fits_arithmetic"]
 
@@ -21,11 +22,13 @@ _FP4_BOUNDS = ((0.25, 0.5), (0.75, 0.5), (1.25, 0.5), (1.75, 0.5), (2.5, 1.0), (
 def fits_arithmetic(simulator: FakeQuantizeImplBase) -> bool:
     """Whether an activation's simulation can be written with additions, products, comparisons and casts alone.
 
-    Excluded are custom classes, whose formulas are unknown.
+    Excluded are custom classes, whose formulas are unknown, and ranges that are searched for at run time.
     """
     if not simulator._is_fused():
         return False
-    return not simulator.is_stateless or type(simulator.qparams_calculator) is DynamicQParamsCalculator
+    calculator = simulator.qparams_calculator
+    is_dynamic = type(calculator) is DynamicQParamsCalculator
+    return not simulator.is_stateless or (is_dynamic and type(calculator.range_calculator) is MinMaxRangeCalculator)
 
 
 def arithmetic_activation(name: str, simulator: FakeQuantizeImplBase, target: str) -> ArithmeticActivation | None:
@@ -37,14 +40,16 @@ def arithmetic_activation(name: str, simulator: FakeQuantizeImplBase, target: st
         target: whose format is written, for the message.
 
     Raises:
-        ValueError: its parameters are computed at run time, by a custom class.
+        ValueError: its parameters are computed at run time, by a custom class or a search.
     """
     if fits_arithmetic(simulator):
         return ArithmeticActivation(simulator)
     if simulator._is_fused():
         raise ValueError(
-            f"Activation {name!r}: {type(simulator.qparams_calculator).__name__} computes its parameters at run time, "
-            f"and has no {target} form. Use qparam_calculator_cls='dynamic', or a static one."
+            f"Activation {name!r}: {type(simulator.qparams_calculator).__name__} with "
+            f"{type(simulator.qparams_calculator.range_calculator).__name__} computes its parameters at run time, and "
+            f"has no {target} form. Use qparam_calculator_cls='dynamic' with range_calculator_cls='minmax', or a "
+            "static one."
         )
     return None
 

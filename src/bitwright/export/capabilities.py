@@ -226,7 +226,7 @@ def _onnx_activation(simulator: FakeQuantizeImplBase) -> Support:
 def _as_arithmetic(simulator: FakeQuantizeImplBase) -> Support:
     if fits_arithmetic(simulator) or not simulator._is_fused():
         return Support(Form.ARITHMETIC, "quantize operators cannot hold it")
-    return Support(Form.REFUSED, "a custom class computes its parameters at run time")
+    return Support(Form.REFUSED, "a custom class, or a search for its range, computes its parameters at run time")
 
 
 def _coreai_activation(simulator: FakeQuantizeImplBase) -> Support:

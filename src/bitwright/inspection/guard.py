@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from bitwright._utils.forward_scope import wrap_forward
 from bitwright.planning import Plan
+from bitwright.quantization._eager.interception import ShieldScope
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._batches import batches_of, inputs_of
@@ -181,6 +183,7 @@ class _Reverter:
         owner = self.model.get_submodule(parent)
         original = copy.deepcopy(self.float_model.get_submodule(path))
         setattr(owner, child, original.train(owner.training))
+        wrap_forward(ShieldScope(original))  # its calls are none of those that were planned for the modules around it
         return True
 
     def _switch_off(self, names: set[str], module: str) -> bool:

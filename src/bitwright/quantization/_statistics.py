@@ -58,10 +58,10 @@ def unmeasured(model: nn.Module) -> Mapping[str, list[str]]:
     """Return the names of activation simulators by diagnostic code: BW101 never calibrated, BW102 without data."""
     found: dict[str, list[str]] = {"BW101": [], "BW102": []}
     for name, simulator in running_activations(model):
-        progress: Any = simulator.qparams_calculator._progress
-        if progress.restart:
+        calculator: Any = simulator.qparams_calculator
+        if calculator._progress.restart:
             found["BW102"].append(name)
-        elif not progress.calibrated:
+        elif not (calculator._progress.calibrated or calculator.is_loaded):
             found["BW101"].append(name)
     return found
 

@@ -328,6 +328,8 @@ class Quantizer(_Views, _BaseModelCompressor):
         self._require_prepared(self._model)
         self._require_idle("load_state_dict()")
         self._calibrated, self._measured = _checkpoint.load(self._model, self._schedules, state)
+        for calculator in gathering(_simulators(self._model)):
+            calculator.is_provisional, calculator.is_loaded = not self._calibrated, self._measured
 
     def enable_observer(self, module: nn.Module | None = None) -> None:
         """Turn observers on, in the whole model or in one of its modules.
@@ -385,7 +387,11 @@ class Quantizer(_Views, _BaseModelCompressor):
                 stacklevel=2,
             )
         warn_of_ranges(target, stacklevel=3)
-        return self._engine.finalize(target, chosen, folder)
+        finalized = self._engine.finalize(target, chosen, folder)
+        if chosen == ExportBackend._TORCH:
+            for simulator in _simulators(finalized):  # those of a copy that was made while training still observe
+                simulator.disable_observer()
+        return finalized
 
     def _target(self, model: nn.Module | None, action: str) -> nn.Module:
         target = self._model if model is None else model
@@ -401,12 +407,13 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Another model than the quantizer's becomes its own, with what it has seen since ``prepare``.
         """
-        own, begun = model is self._model, self._calibrated
-        self._model, self._calibrated = model, begun or own
+        self._calibrated = self._calibrated or model is self._model
+        self._model = model
         for calculator in gathering(_simulators(sharded_again(model))):
-            if calculator.is_provisional if not own else not begun:
+            if calculator.is_provisional:
                 calculator.reset_statistics()
             calculator.is_provisional = False
+            self._measured = self._measured or calculator.is_loaded
 
     def _schedules_by_simulator(self, rules: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

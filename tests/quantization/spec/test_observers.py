@@ -235,3 +235,20 @@ def test_histograms_of_other_bins_are_refused():
     state[1] = 4096
     with pytest.raises(ValueError, match=r"4096 bins.*Calibrate again"):
         Histogram.from_tensor(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("calculator", ["static", "dynamic", "moving_average", "global_minmax"])
+def test_calculators_of_single_ranges_see_one_tensor_at_a_time(kind, calculator):
+    """Each tensor's range is searched for in it alone, so that what came before leaves no trace but theirs."""
+    combined, alone = (make(range_calculator_cls=kind, qparam_calculator_cls=calculator) for _ in range(2))
+    x, large = gaussian(2000), gaussian(2000, 1) * 100
+    combined(large)
+    if calculator in ("moving_average", "global_minmax"):
+        combined.qparams_calculator.reset_statistics()
+    assert torch.equal(combined(x), alone(x))
+    if calculator == "global_minmax":
+        for one, tensors in ((combined, [large]), (alone, [large * 0.5, large])):
+            for tensor in tensors:
+                one(tensor)
+        assert torch.equal(combined.qparams_calculator.scale, alone.qparams_calculator.scale)

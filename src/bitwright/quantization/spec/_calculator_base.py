@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ class QParamsCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
         **kwargs: the fields that a subclass of ``QuantizationSpec`` adds; ignored here.
     """
 
+    #: Whether the range calculator is asked for the range of each tensor alone, not of all that it has seen.
+    _TAKES_SINGLE_RANGES: ClassVar[bool] = False
+
     def __init__(
         self,
         dtype: torch.dtype,
@@ -62,6 +65,8 @@ class QParamsCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
         self.target_dtype = target_dtype
         self.quant_min = quant_min
         self.quant_max = quant_max
+        if self._TAKES_SINGLE_RANGES:
+            range_calculator.accumulates = False
         self.range_calculator = range_calculator
         self.float_range = float_range
         self.scale_dtype = scale_dtype

@@ -21,6 +21,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         zero_point: int32 buffer like ``scale``; None for float formats.
         minval: float32 buffer like ``scale``; None for float formats.
         is_provisional: whether what it has seen are example inputs, which calibration and training do not count.
+        is_loaded: whether a state_dict has replaced what example inputs gave.
     """
 
     scale: torch.Tensor
@@ -34,6 +35,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         super().__init__(**kwargs)
         self._export_mode = False
         self.is_provisional = False
+        self.is_loaded = False
         # Buffers must carry version counters, also when the model is prepared under inference_mode.
         with torch.inference_mode(False):
             self.register_buffer("scale", torch.empty(0))
@@ -193,12 +195,21 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
             if isinstance(loaded, torch.Tensor) and buffer is not None and loaded.shape != buffer.shape:
                 with torch.inference_mode(False):
                     self._buffers[name] = torch.empty(loaded.shape, dtype=buffer.dtype, device=buffer.device)
+        if self.is_provisional and self._differs_from(state_dict, prefix):
+            self.is_provisional, self.is_loaded = False, True
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if any(prefix + name in state_dict for name in (*self._buffers, *self._parameters)):
-            self.is_provisional = False
         if self.scale.numel():
             self._initialized = True
             self._resolve_axis(self.scale.ndim)
+
+    def _differs_from(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a state_dict holds other parameters than these; the same ones are still those of example inputs."""
+        held = {**self._buffers, **self._parameters}
+        return any(
+            not torch.equal(loaded.to(tensor.device), tensor)
+            for name, tensor in held.items()
+            if tensor is not None and isinstance(loaded := state_dict.get(prefix + name), torch.Tensor)
+        )
 
     def extra_repr(self) -> str:
         """Return the parameters as text."""
@@ -215,6 +226,8 @@ class StatelessQParamsCalculatorBase(QParamsCalculatorBase):
     Raises:
         ValueError: a ``float_range`` is given.
     """
+
+    _TAKES_SINGLE_RANGES = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -64,6 +64,7 @@ class RunningRangeMixin(_Base):
     running_max: torch.Tensor
     tensors_per_step: int = 1
 
+    _TAKES_SINGLE_RANGES = True
     _STATE_BUFFERS = ("scale", "zero_point", "minval", "running_min", "running_max")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

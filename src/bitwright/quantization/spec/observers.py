@@ -37,7 +37,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
 
     The range of a weight is that of the tensor at hand. The range of an activation is that of all tensors since
     ``reset``: their histograms are added up, in memory that does not grow with their number. Two calculators merge
-    exactly.
+    exactly. Where ``accumulates`` was turned off it is that of the tensor at hand, too.
 
     Args:
         granularity: how the tensor divides into blocks.
@@ -47,7 +47,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
     """
 
     needs_spec: ClassVar[bool] = True
-    accumulates: ClassVar[bool] = True
+    accumulates: bool = True
 
     def __init__(
         self,
@@ -85,12 +85,14 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         split = x.detach().reshape(view).permute(*outer, *inner)
         blocks = split.reshape(max(1, _product(counts)), -1)
         new = Histogram.of(blocks)
-        if self.quantization_target == CompressionTargetTensor.WEIGHT:
-            low, high = self._search(new, blocks)
-        else:
-            new = new if self._exchange is None else self._exchange(new)
-            self._histogram = new if self._histogram is None else self._histogram.merged(new)
-            low, high = self._search(self._histogram, None)
+        weight = self.quantization_target == CompressionTargetTensor.WEIGHT
+        joined = not weight and self._exchange is not None
+        if joined:
+            new = self._exchange(new)  # type: ignore[misc]
+        if self.accumulates and not weight:
+            new = self._histogram = new if self._histogram is None else self._histogram.merged(new)
+            joined = True
+        low, high = self._search(new, None if joined else blocks)
         self._counts = counts
         return low.to(x.dtype).reshape(counts), high.to(x.dtype).reshape(counts)
 

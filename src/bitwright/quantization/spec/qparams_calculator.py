@@ -50,6 +50,8 @@ class _DefaultQParamsCalculator(QParamsCalculatorBase):
 class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
     """The range of the latest tensor, nothing before it. For weights."""
 
+    _TAKES_SINGLE_RANGES = True
+
 
 @QParamsCalculatorBase.register("accumulated")
 class AccumulatedQParamsCalculator(StatefulQParamsCalculatorBase):

@@ -29,11 +29,12 @@ class RangeCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
 
     Attributes:
         needs_spec: whether the constructor takes the whole spec, as ``spec``.
-        accumulates: whether the range is that of all activations seen so far, not of the latest one.
+        accumulates: whether the range is that of all activations seen so far, not of the latest one. A class says
+            whether it can; qparams calculators that combine the ranges of single tensors turn it off.
     """
 
     needs_spec: ClassVar[bool] = False
-    accumulates: ClassVar[bool] = False
+    accumulates: bool = False
 
     def __init__(
         self,
