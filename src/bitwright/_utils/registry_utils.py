@@ -59,7 +59,10 @@ class RegistryMixin:
 
     @classmethod
     def _unknown(cls, key: object) -> str:
-        return f"No class is registered with key {key!r} in {cls.__name__}. Available keys: {sorted(cls.REGISTRY)}."
+        near = difflib.get_close_matches(str(key), cls.REGISTRY, n=1)
+        proposal = f"; did you mean {near[0]!r}?" if near else "."
+        keys = sorted(cls.REGISTRY)
+        return f"No class is registered with key {key!r} in {cls.__name__}. Available keys: {keys}{proposal}"
 
 
 class UnknownKeyError(KeyError, ValueError):

@@ -41,7 +41,8 @@ __all__ = ["Quantizer"]
 class Quantizer(_Views, _BaseModelCompressor):
     """Quantizes a model: ``prepare``, then calibrate or train, then ``finalize``.
 
-    Eager mode works on the model in place; graph mode leaves it alone and works on an exported copy of its program.
+    Eager mode works on the model in place; graph mode leaves the module alone and works on an exported copy of its
+    program. The copy holds the same parameters and buffers: training it trains the module's own weights.
 
     Args:
         model: the float model.

@@ -47,6 +47,14 @@ def test_keys_of_granularities(written: Any, message: str) -> None:
         QuantizationSpec(granularity=written)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"granularity": {"type": "per_chanel", "axis": 0}}, {"range_calculator_cls": "minmix"}]
+)
+def test_keys_of_registries(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"did you mean '(per_channel|minmax)'\?"):
+        QuantizationSpec(**fields)
+
+
 def test_other_registries_propose_too() -> None:
     """Granularities of palettes are found by the same code."""
     with pytest.raises(ValidationError, match="did you mean 'group_size'"):

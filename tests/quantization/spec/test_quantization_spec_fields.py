@@ -98,6 +98,7 @@ def test_misspelled_field_is_refused_and_the_nearest_proposed(field: str, neares
         ({"float_range": [-2.0, -1.0]}, "max must be at least 0"),
         ({"float_range": [0.0, 0.0]}, "min < max"),
         ({"float_range": [float("nan"), 1.0]}, "min < max"),
+        ({"float_range": [float("-inf"), float("inf")]}, "must be finite, got -inf; None leaves a side"),
         ({"scale_dtype": "float32"}, "Unsupported scale_dtype"),
         ({"dtype": "int8", "scale_dtype": "float8_e8m0fnu"}, "scale_dtype must be None for dtype=torch.int8"),
         ({"dtype": "float8_e5m2", "qscheme": "asymmetric"}, "FP quantization .*requires symmetric"),

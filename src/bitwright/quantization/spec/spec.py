@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from inspect import get_annotations
 from typing import Annotated, Any, ClassVar, Self
 
@@ -105,6 +106,8 @@ class QuantizationSpec(CompressionSpec):
         for bound in data:
             if isinstance(bound, bool) or not isinstance(bound, int | float | None):
                 raise ValueError(f"float_range entries must be ints, floats or None, got {bound!r}.")
+            if bound is not None and math.isinf(bound):
+                raise ValueError(f"float_range entries must be finite, got {bound!r}; None leaves a side to observation.")
         low, high = (None if bound is None else float(bound) for bound in data)
         if low is not None and high is not None and not low < high:
             raise ValueError(f"float_range [min, max] needs min < max, got {data!r}.")
