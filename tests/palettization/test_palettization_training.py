@@ -14,6 +14,7 @@ from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConf
 from bitwright.palettization.config import PATSchedule
 from bitwright.palettization.spec import DKMTrainingSpec, PerGroupedChannelGranularity, STETrainingSpec
 from bitwright.palettization.spec.soft_assignment import _attention
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization.spec import QuantizationSpec
 
 from .networks import config_of, simulators
@@ -176,6 +177,41 @@ def test_straight_through_follows_the_weight():
         kept = sim.indices
         _ = model[0].weight
         assert sim.indices is kept
+
+
+def nearest(weight: torch.Tensor, sim: nn.Module) -> torch.Tensor:
+    return (weight.detach().reshape(-1, 1) - sim.lut.flatten()).abs().argmin(1).view_as(weight)
+
+
+def test_straight_through_follows_weights_below_a_mask_and_those_written_through_data():
+    """The weight that leaves a mask is a new tensor at each access; ``data`` advances no version."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16, bias=False))
+    MagnitudePruner(model, MagnitudePrunerConfig()).prepare((torch.randn(2, 32),))
+    spec = PalettizationSpec(n_bits=2, training_strategy_spec={"type": "ste", "refit_palette": False})
+    palettizer = KMeansPalettizer(model, config_of(spec))
+    palettizer.prepare((torch.randn(2, 32),))
+    chain = model[0].parametrizations.weight
+    with palettizer.training_mode():
+        for step in range(60):
+            noise = 0.02 * torch.randn_like(chain.original)
+            if step % 2:
+                chain.original.data.add_(noise)
+            else:
+                with torch.no_grad():
+                    chain.original.add_(noise)
+            masked = torch.where(chain[0].mask, chain.original.detach(), 0.0)
+            expected = torch.where(masked != 0, chain[1].lut.flatten()[nearest(masked, chain[1])], 0.0)
+            assert torch.equal(model[0].weight, expected)
+            del masked, expected
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_straight_through_ends_with_the_indices_of_the_last_step(refit):
+    palettizer, model = toy(strategy={"type": "ste", "refit_palette": refit})
+    train(palettizer, model, steps=5)
+    for layer, sim in zip((model[0], model[2]), simulators(model), strict=True):
+        assert torch.equal(sim.indices.long(), nearest(layer.parametrizations.weight.original, sim))
 
 
 def dkm_by_hand(weight: torch.Tensor, palette: torch.Tensor, temperature: float, iterations: int) -> torch.Tensor:

@@ -176,6 +176,17 @@ def test_groups_follow_the_output_axis_of_the_op():
     assert plan.rows[0].block_size == (8, 2, 2, 2)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(8, 4), nn.Conv2d(8, 4, 1), nn.Conv1d(8, 4, 3)])
+def test_a_palette_for_each_input_channel(layer):
+    """Every group has as many entries as it may, and the layer runs."""
+    spec = PalettizationSpec(n_bits=1, granularity={"type": "per_grouped_channel", "axis": 1, "group_size": 1})
+    model = nn.Sequential(layer)
+    x = torch.randn(2, 8, *[5] * (layer.weight.dim() - 2))
+    KMeansPalettizer(model, config_of(spec)).prepare((x,))
+    assert model(x).shape[1] == 4
+    assert all(len(channel.unique()) == 2 for channel in model[0].weight.unbind(1))
+
+
 def test_channel_scales_follow_the_output_axis_of_the_op():
     """The peak over all other dimensions."""
     model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2))

@@ -180,10 +180,8 @@ class PaletteState(_FakePalettizeImplBase):
         if layout.groups > 1:
             places += torch.arange(layout.groups, dtype=torch.int32, device=places.device).unsqueeze(1) * entries
         table = lut.reshape(layout.groups * entries, layout.dim).to(weight.device)
-        if layout.dim == 1:
-            decoded = torch.index_select(table.view(-1), 0, places.view(-1))
-        else:
-            decoded = F.embedding(places.view(-1), table)
+        places = places.reshape(-1)  # transposed where one input channel is a group
+        decoded = torch.index_select(table.view(-1), 0, places) if layout.dim == 1 else F.embedding(places, table)
         return self.devectorize(decoded.to(weight.dtype), VectorContext(layout, weight.shape))
 
     def vectorize(self, weight: torch.Tensor) -> tuple[torch.Tensor, VectorContext]:

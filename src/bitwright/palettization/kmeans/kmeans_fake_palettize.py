@@ -87,7 +87,7 @@ class _KMeansFakePalettize(PaletteState):
         self.seed = seed
         self._training_strategy = (training_strategy_spec or DefaultTrainingSpec()).build_strategy()
         self._sensitivities = sensitivities
-        self._followed: tuple[Any, ...] = ()
+        self._followed: torch.Tensor | None = None  # a copy: writes through ``data`` advance no version
 
     @property
     def sensitivities(self) -> torch.Tensor | None:
@@ -140,6 +140,11 @@ class _KMeansFakePalettize(PaletteState):
         self.ensure_initialized(weight)
         if not self.is_settled:
             self.hard_assign(weight)
+
+    def expect_moved_weight(self) -> None:
+        """Assign each vector anew at the next call if training moves the weight while it follows it."""
+        if self._training_strategy.follows_weight:
+            self._indices_stale, self._followed = True, None
 
     def expect_new_weight(self) -> None:
         """Make the palettes anew at the next call: PEFT's adapters that merge write to the weight."""
@@ -225,10 +230,9 @@ class _KMeansFakePalettize(PaletteState):
             weight: the dense weight.
             refit: also move each palette entry to the mean of its members, a step of Lloyd's algorithm.
         """
-        state = (id(weight), 0 if weight.is_inference() else weight._version)
-        if state == self._followed and not self._indices_stale:
+        if not self._indices_stale and _is_copy(self._followed, weight):
             return
-        self._followed = state
+        self._followed = weight.detach().clone()
         assert self.centroids is not None
         with torch.no_grad():
             self.indices = self._assign_indices(weight, self.centroids)
@@ -263,3 +267,8 @@ class _KMeansFakePalettize(PaletteState):
 
 
 _FakePalettizeImplBase.register("default")(_KMeansFakePalettize)
+
+
+def _is_copy(known: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    alike = known is not None and (known.dtype, known.device) == (weight.dtype, weight.device)
+    return alike and torch.equal(known, weight)  # type: ignore[arg-type]

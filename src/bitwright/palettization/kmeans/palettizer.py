@@ -348,6 +348,7 @@ class KMeansPalettizer(WeightCompressor):
         places = palettized_places(target)
         for place in places:
             switch(place.simulator, True)
+            place.simulator.expect_moved_weight()
         unsettled = [place for place in places if not place.simulator.is_settled]
         if unsettled:
             settle_all(unsettled, self._num_workers)

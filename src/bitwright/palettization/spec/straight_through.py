@@ -26,6 +26,8 @@ class _PassGradient(torch.autograd.Function):
 class _StraightThroughStrategy(TrainingStrategy):
     """Assign each entry anew whenever the weight has changed, and let the palette follow its members."""
 
+    follows_weight = True
+
     def __init__(self, refit_palette: bool = True) -> None:
         self.refit_palette = refit_palette
 

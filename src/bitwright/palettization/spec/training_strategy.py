@@ -17,7 +17,12 @@ class TrainingStrategy(ABC):
 
     The simulator offers ``vectorize``, ``devectorize``, ``hard_assign``, ``centroids``, ``set_centroids`` and
     ``quantize_lut``.
+
+    Attributes:
+        follows_weight: whether the last step of an optimizer leaves indices that are not those of the weight.
     """
+
+    follows_weight: ClassVar[bool] = False
 
     @abstractmethod
     def train_forward(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
