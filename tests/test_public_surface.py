@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import operator
 import pkgutil
 
 import pytest
@@ -51,6 +52,42 @@ def test_names_of_the_peer_are_there(module):
     assert [name for name in names if not hasattr(namespace, name)] == []
     if module != "bitwright.quantization.spec":
         assert set(names) <= set(namespace.__all__)
+
+
+PEER_PATHS = {
+    "bitwright.casting.casting": "cast_fp32_to_fp16 cast_int32_to_int16 cast_to_16_bit_precision",
+    "bitwright.config.spec.base": "CompressionSpec",
+    "bitwright.inspection.model_inspector": "ModelInspector",
+}
+
+
+@pytest.mark.parametrize("module", PEER_PATHS)
+def test_names_of_the_peer_are_there_under_its_module_paths_too(module):
+    package = importlib.import_module(module.rpartition(".")[0])
+    for name in PEER_PATHS[module].split():
+        assert getattr(importlib.import_module(module), name) is getattr(package, name)
+
+
+PEER_ARGUMENTS = {
+    ("bitwright.quantization", "QuantizerConfig.from_yaml"): "yml",
+    ("bitwright.quantization", "QuantizerConfig.get_module_config"): "self name module",
+    ("bitwright.casting", "cast_fp32_to_fp16"): "exported_program ignored_ops",
+    ("bitwright.casting", "cast_int32_to_int16"): "exported_program",
+    ("bitwright.casting", "cast_to_16_bit_precision"): "exported_program ignored_ops",
+    ("bitwright.inspection", "ModelInspector.get_matched_ops_for_op_name"): "self pattern",
+    ("bitwright.inspection", "ModelInspector.get_matched_ops_for_op_type"): "self op_type",
+    ("bitwright.inspection", "ModelInspector.get_matched_ops_for_module_name"): "self module_name",
+    ("bitwright.quantization.spec.fake_quantize", "FakeQuantizeImplBase.get_block_size"): "self tensor_shape",
+    ("bitwright.pruning.spec.prune", "PruneImplBase.update_sparsity"): "self step_count",
+}
+
+
+@pytest.mark.parametrize(("module", "function"), PEER_ARGUMENTS)
+def test_arguments_have_the_names_of_the_peer(module, function):
+    """Code that passes them as keywords runs; further ones of ours come behind."""
+    found = operator.attrgetter(function)(importlib.import_module(module))
+    names = PEER_ARGUMENTS[module, function].split()
+    assert list(inspect.signature(found).parameters)[: len(names)] == names
 
 
 @pytest.mark.parametrize("module", public_modules())

@@ -72,6 +72,23 @@ def test_every_printed_type_and_module_is_matched_by_a_config(mode: str) -> None
 
 
 @MODES
+def test_modules_without_compressible_ops_are_in_the_tree(mode: str) -> None:
+    """With the keys of their inputs and outputs, which ``module_input_spec`` takes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    root = ModelInspector(model, (torch.randn(1, 4),), mode, compressor=Quantizer).summary.model
+    relu = root.get_submodule("1")
+    assert list(root.child_modules) == ["0", "1", "2"]
+    assert (list(relu.input_ops), list(relu.output_ops)) == ([0], [0])
+
+
+def test_inputs_and_states_of_graphs_are_output_0_of_their_source() -> None:
+    root = ModelInspector(Net().eval(), INPUTS, "graph").summary.model
+    edges = [edge for op in root.all_ops() for edge in op.inputs]
+    assert any(edge.is_state for edge in edges)
+    assert all(edge.output_idx is not None for edge in edges)
+
+
+@MODES
 def test_boundaries_follow_the_arguments_of_forward(mode: str) -> None:
     """Key 1 of the root's inputs is forward's second argument, which the add reads as its second argument."""
     root = ModelInspector(Net().eval(), INPUTS, mode).summary.model

@@ -48,6 +48,39 @@ class RegistryMixin:
         return cls.REGISTRY.pop(key)
 
     @classmethod
+    def get_class(cls, key: str) -> Any:
+        """Return the class registered under ``key``.
+
+        Raises:
+            KeyError: nothing is registered under ``key``.
+        """
+        try:
+            return cls.REGISTRY[key]
+        except KeyError:
+            raise KeyError(cls._unknown(key)) from None
+
+    @classmethod
+    def resolve(cls, data: str | type) -> Any:
+        """Return the registered class that ``data`` (a key, or the class itself) names.
+
+        Raises:
+            ValueError: the key or class is not registered, or ``data`` is neither; lists the choices.
+        """
+        if isinstance(data, str):
+            if data in cls.REGISTRY:
+                return cls.REGISTRY[data]
+            raise ValueError(cls._unknown(data))
+        if isinstance(data, type):
+            if data in cls.REGISTRY.values():
+                return data
+            names = sorted(value.__name__ for value in cls.REGISTRY.values())
+            raise ValueError(
+                f"Class {data.__name__} is not registered in {cls.__name__}. Available classes: {names}. "
+                f'Register it with @{cls.__name__}.register("<key>").'
+            )
+        raise ValueError(f"Expected a registry key or a class for {cls.__name__}, got {type(data).__name__}: {data!r}.")
+
+    @classmethod
     def list_registry_keys(cls) -> list[str]:
         """Return the registered keys in order of registration."""
         return list(cls.REGISTRY.keys())
@@ -77,18 +110,6 @@ class ClassRegistryMixin(RegistryMixin):
     """A registry whose entries are named in specs by key or by class."""
 
     @classmethod
-    def get_class(cls, key: str) -> Any:
-        """Return the class registered under ``key``.
-
-        Raises:
-            KeyError: nothing is registered under ``key``.
-        """
-        try:
-            return cls.REGISTRY[key]
-        except KeyError:
-            raise KeyError(cls._unknown(key)) from None
-
-    @classmethod
     def get_key(cls, registered: type) -> str:
         """Return the key that ``registered`` stands under.
 
@@ -101,27 +122,6 @@ class ClassRegistryMixin(RegistryMixin):
         raise ValueError(
             f"{registered!r} is not registered in {cls.__name__}; decorate it with @{cls.__name__}.register."
         )
-
-    @classmethod
-    def resolve(cls, data: str | type) -> Any:
-        """Return the registered class that ``data`` (a key, or the class itself) names.
-
-        Raises:
-            ValueError: the key or class is not registered, or ``data`` is neither; lists the choices.
-        """
-        if isinstance(data, str):
-            if data in cls.REGISTRY:
-                return cls.REGISTRY[data]
-            raise ValueError(cls._unknown(data))
-        if isinstance(data, type):
-            if data in cls.REGISTRY.values():
-                return data
-            names = sorted(value.__name__ for value in cls.REGISTRY.values())
-            raise ValueError(
-                f"Class {data.__name__} is not registered in {cls.__name__}. Available classes: {names}. "
-                f'Register it with @{cls.__name__}.register("<key>").'
-            )
-        raise ValueError(f"Expected a registry key or a class for {cls.__name__}, got {type(data).__name__}: {data!r}.")
 
 
 class ConfigRegistryMixin(RegistryMixin):

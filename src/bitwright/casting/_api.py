@@ -29,7 +29,7 @@ class CastingWarning(BitwrightWarning):
 
 
 def cast_fp32_to_fp16(
-    ep: ExportedProgram,
+    exported_program: ExportedProgram,
     ignored_ops: IgnoredOps = None,
     *,
     dtype: torch.dtype = torch.float16,
@@ -53,7 +53,7 @@ def cast_fp32_to_fp16(
     does not become zero. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are cast with their callers.
 
     Args:
-        ep: the program, as exported or decomposed.
+        exported_program: the program, as exported or decomposed.
         ignored_ops: an operator (``torch.ops.aten.exp.default``), an operator packet (``torch.ops.aten.exp``, for all
             overloads), a collection of these, or a function of a ``torch.fx.Node`` that returns a bool.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -62,10 +62,11 @@ def cast_fp32_to_fp16(
         calibration_data: an iterable of such calls, for example a data loader; or one of them.
 
     Returns:
-        ``ep`` itself.
+        ``exported_program`` itself.
 
     Raises:
-        TypeError: ``ep`` is no ``ExportedProgram``, or ``ignored_ops`` has none of the forms above (a string, say).
+        TypeError: ``exported_program`` is no ``ExportedProgram``, or ``ignored_ops`` has none of the forms above (a
+            string, say).
         ValueError: ``dtype`` is no 16-bit float dtype, the example inputs do not fit the program, or the program writes
             in place to a tensor of which one side stays float32.
 
@@ -74,22 +75,22 @@ def cast_fp32_to_fp16(
         >>> cast_fp32_to_fp16(program).module()(torch.randn(1, 4).half()).dtype
         torch.float16
     """
-    check_program(ep)
+    check_program(exported_program)
     if dtype not in _FLOAT_TARGETS:
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}.")
     ignored = ignore_rule(ignored_ops)
     peaks: dict[Node, float] = {}
     for inputs in (example_inputs, calibration_data):
         if inputs is not None:
-            for node, peak in peak_values(ep, inputs).items():
+            for node, peak in peak_values(exported_program, inputs).items():
                 peaks[node] = max(peak, peaks.get(node, 0.0))
-    planner = FloatPlanner(dtype, ignored, peaks, RangeAnalysis(ep).intervals)
-    apply_float_plan(ep, planner.plan(ep))
-    return ep
+    planner = FloatPlanner(dtype, ignored, peaks, RangeAnalysis(exported_program).intervals)
+    apply_float_plan(exported_program, planner.plan(exported_program))
+    return exported_program
 
 
 def cast_fp32_to_bf16(
-    ep: ExportedProgram,
+    exported_program: ExportedProgram,
     ignored_ops: IgnoredOps = None,
     *,
     example_inputs: Any = None,
@@ -100,7 +101,7 @@ def cast_fp32_to_bf16(
     bfloat16 has the range of float32 and 8 bits of precision: hardly anything overflows, results are coarser.
     """
     return cast_fp32_to_fp16(
-        ep,
+        exported_program,
         ignored_ops,
         dtype=torch.bfloat16,
         example_inputs=example_inputs,
@@ -109,7 +110,7 @@ def cast_fp32_to_bf16(
 
 
 def cast_int32_to_int16(
-    ep: ExportedProgram, *, value_ranges: Mapping[str, tuple[int, int]] | None = None
+    exported_program: ExportedProgram, *, value_ranges: Mapping[str, tuple[int, int]] | None = None
 ) -> ExportedProgram:
     """Do integer additions, subtractions and products in int16 where their bounds are proven to fit, in place.
 
@@ -121,22 +122,22 @@ def cast_int32_to_int16(
     input that is cast (its range was declared or proven) is fed as int16 from then on.
 
     Args:
-        ep: the program, as exported or decomposed.
+        exported_program: the program, as exported or decomposed.
         value_ranges: smallest and largest value, both included, of inputs or of other nodes, by name.
 
     Returns:
-        ``ep`` itself.
+        ``exported_program`` itself.
 
     Raises:
-        TypeError: ``ep`` is no ``ExportedProgram``.
+        TypeError: ``exported_program`` is no ``ExportedProgram``.
         ValueError: ``value_ranges`` names no integer node of the program, or is no pair of integers in order.
 
     Warns:
         CastingWarning: arithmetic was left alone because its bounds are unknown or too wide.
     """
-    check_program(ep)
-    analysis = RangeAnalysis(ep, _declared(ep, value_ranges or {}))
-    unproven = apply_int16(ep, analysis)
+    check_program(exported_program)
+    analysis = RangeAnalysis(exported_program, _declared(exported_program, value_ranges or {}))
+    unproven = apply_int16(exported_program, analysis)
     if unproven:
         listed = "; ".join(str(entry) for entry in unproven)
         warnings.warn(
@@ -146,11 +147,11 @@ def cast_int32_to_int16(
             CastingWarning,
             stacklevel=2,
         )
-    return ep
+    return exported_program
 
 
 def cast_to_16_bit_precision(
-    ep: ExportedProgram,
+    exported_program: ExportedProgram,
     ignored_ops: IgnoredOps = None,
     *,
     dtype: torch.dtype = torch.float16,
@@ -163,25 +164,27 @@ def cast_to_16_bit_precision(
     Arguments, errors and warnings are those of the two functions.
 
     Returns:
-        ``ep`` itself.
+        ``exported_program`` itself.
     """
-    check_program(ep)
-    _declared(ep, value_ranges or {})
-    cast_fp32_to_fp16(ep, ignored_ops, dtype=dtype, example_inputs=example_inputs, calibration_data=calibration_data)
-    return cast_int32_to_int16(ep, value_ranges=value_ranges)
+    check_program(exported_program)
+    _declared(exported_program, value_ranges or {})
+    cast_fp32_to_fp16(
+        exported_program, ignored_ops, dtype=dtype, example_inputs=example_inputs, calibration_data=calibration_data
+    )
+    return cast_int32_to_int16(exported_program, value_ranges=value_ranges)
 
 
-def _declared(ep: ExportedProgram, value_ranges: Mapping[str, tuple[int, int]]) -> dict[Node, Interval]:
+def _declared(program: ExportedProgram, value_ranges: Mapping[str, tuple[int, int]]) -> dict[Node, Interval]:
     integers = {
         node.name: node
-        for node in ep.graph.nodes
+        for node in program.graph.nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
         and not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
     }
     declared: dict[Node, Interval] = {}
     for name, bounds in value_ranges.items():
         if name not in integers:
-            inputs = [node.name for node in user_inputs(ep) if node.name in integers]
+            inputs = [node.name for node in user_inputs(program) if node.name in integers]
             raise ValueError(
                 f"value_ranges names {name!r}, which is no integer value of the program. Its integer inputs: {inputs}."
             )

@@ -250,14 +250,14 @@ class CompressionConfig(ConfigFile, ABC, Generic[_T]):
             result[rule.level][name] = config
         return result
 
-    def get_module_config(self, module_name: str, module: nn.Module | None) -> _T | None:
+    def get_module_config(self, name: str, module: nn.Module | None) -> _T | None:
         """Return the config that names or types ``module`` itself, else the global one; ancestors do not count.
 
         Args:
-            module_name: full dotted name.
+            name: full dotted name.
             module: the module, or None to look at names only.
         """
-        return cast("_T", match_module(self, module_name, module))
+        return cast("_T", match_module(self, name, module))
 
 
 def _unpacked(targets: tuple[Any, ...]) -> tuple[_Target, ...]:

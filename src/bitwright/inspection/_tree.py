@@ -57,8 +57,6 @@ class _TreeBuilder:
         modules: dict[tuple[str, ...], ModuleInfo] = {(): self._module(ModuleContext("", self._root_type()))}
         for op in self.program.ops:
             info = self.infos[id(op)]
-            if self.op_types is not None and id(op) not in self.op_types:
-                continue
             path: tuple[str, ...] = ()
             parent = modules[()]
             for context in info.module_stack[1:]:
@@ -66,7 +64,8 @@ class _TreeBuilder:
                 if path not in modules:
                     modules[path] = parent.child_modules[context.module_name] = self._module(context)
                 parent = modules[path]
-            parent.ops.append(info)
+            if self.op_types is None or id(op) in self.op_types:
+                parent.ops.append(info)
         return modules[()]
 
     def _root_type(self) -> str:
@@ -89,8 +88,7 @@ class _TreeBuilder:
             for argument in op.arguments:
                 edge = self._edge(argument.value, argument_key(argument))
                 edges.append(edge)
-                slot = edge.output_idx or 0
-                readers.setdefault(id(edge.op), {}).setdefault(slot, {})[info.op_name] = info
+                readers.setdefault(id(edge.op), {}).setdefault(edge.output_idx or 0, {})[info.op_name] = info
             info.inputs = tuple(edges)
         for number, value in enumerate(self.program.outputs):
             edge = self._edge(value, 0)
@@ -105,7 +103,7 @@ class _TreeBuilder:
         value = self.first.get(id(value), value)
         if value.producer is not None and id(value.producer) in self.infos:
             return InputEdge(self.infos[id(value.producer)], value.output_index, index)
-        return InputEdge(self._source(value), None, index)
+        return InputEdge(self._source(value), 0 if self.program.mode == "graph" else None, index)
 
     def _source(self, value: Value) -> OpInfo:
         if id(value) not in self.sources:

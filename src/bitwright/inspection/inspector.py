@@ -84,13 +84,13 @@ class ModelInspector:
         """Return the ops of a type, as ``op_type_config`` matches it."""
         return self._where(lambda op: op.op_type == op_type)
 
-    def get_matched_ops_for_op_name(self, op_name: str) -> tuple[OpInfo, ...]:
+    def get_matched_ops_for_op_name(self, pattern: str) -> tuple[OpInfo, ...]:
         """Return the ops whose name a regular expression matches as a whole, as ``op_name_config`` does.
 
         Raises:
             ValueError: the expression is invalid.
         """
-        matches = _matcher(op_name)
+        matches = _matcher(pattern)
         return self._where(lambda op: matches(op.op_name))
 
     def get_matched_ops_for_module_name(self, module_name: str) -> tuple[OpInfo, ...]:

@@ -175,7 +175,7 @@ def parts_of(tensor: torch.Tensor, size: int, dim: int = 0) -> Iterator[torch.Te
 
 
 def pieces_of(tensor: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
-    """Yield a tensor in parts of about ``PIECE`` elements and shape ``[outer, channels, inner]``; nothing of nothing."""
+    """Yield a tensor, if it has elements, in parts of about ``PIECE`` and shape ``[outer, channels, inner]``."""
     if not tensor.numel():
         return
     if axis is None:

@@ -92,7 +92,7 @@ class InputEdge:
 
     Attributes:
         op: the source.
-        output_idx: position among the outputs of ``op``; None for inputs and states.
+        output_idx: position among the outputs of ``op``; for inputs and states 0 in graph mode and None in eager mode.
         index: the argument's key in ``op_input_spec``.
     """
 

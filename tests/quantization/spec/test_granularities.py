@@ -165,3 +165,11 @@ def test_only_per_channel_has_a_channel_axis() -> None:
 def test_zero_dimensional_tensors_have_one_group() -> None:
     assert PerTensorGranularity().get_block_size(torch.Size(())) == ()
     assert PerTokenGranularity().get_block_size(torch.Size(())) == ()
+
+
+def test_granularities_are_found_by_key() -> None:
+    """As calculators are, under the base class."""
+    assert QuantizationGranularity.get_class("per_tensor") is PerTensorGranularity
+    assert QuantizationGranularity.resolve("per_tensor") is PerTensorGranularity
+    with pytest.raises(KeyError, match="did you mean 'per_tensor'"):
+        QuantizationGranularity.get_class("per_tenser")

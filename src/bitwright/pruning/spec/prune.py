@@ -119,8 +119,8 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         if self.schedule is not None:
             self.update_sparsity(self._steps)
 
-    def update_sparsity(self, step: int) -> None:
-        """Bring the sparsity to what the schedule says for ``step``; the mask follows if that is something new.
+    def update_sparsity(self, step_count: int) -> None:
+        """Bring the sparsity to what the schedule says for ``step_count``; the mask follows if that is something new.
 
         Raises:
             RuntimeError: there is no schedule.
@@ -129,7 +129,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             raise RuntimeError(
                 f"{self.tensor_fqn}: update_sparsity needs a schedule, and there is none; set sparsity_schedule."
             )
-        self.sparsity = self.schedule.compute_sparsity(step, self.target_sparsity, self._sparsity)
+        self.sparsity = self.schedule.compute_sparsity(step_count, self.target_sparsity, self._sparsity)
 
     def set_mask(self, mask: torch.Tensor) -> None:
         """Take over a mask that was made elsewhere, until the sparsity changes."""

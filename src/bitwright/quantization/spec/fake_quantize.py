@@ -117,13 +117,13 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
         """Whether the parameters are computed anew for every tensor; then the observer cannot be turned off."""
         return isinstance(self.qparams_calculator, StatelessQParamsCalculatorBase)
 
-    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_block_size(self, tensor_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the blocks that share parameters in a tensor of this shape.
 
         Raises:
             ValueError: the granularity does not fit the shape.
         """
-        return self._block_size(torch.Size(shape))
+        return self._block_size(torch.Size(tensor_shape))
 
     def enable_observer(self, enabled: bool = True) -> None:
         """Turn the gathering of statistics on or off; without effect on a stateless quantizer."""

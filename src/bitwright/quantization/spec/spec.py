@@ -107,7 +107,9 @@ class QuantizationSpec(CompressionSpec):
             if isinstance(bound, bool) or not isinstance(bound, int | float | None):
                 raise ValueError(f"float_range entries must be ints, floats or None, got {bound!r}.")
             if bound is not None and math.isinf(bound):
-                raise ValueError(f"float_range entries must be finite, got {bound!r}; None leaves a side to observation.")
+                raise ValueError(
+                    f"float_range entries must be finite, got {bound!r}; None leaves a side to observation."
+                )
         low, high = (None if bound is None else float(bound) for bound in data)
         if low is not None and high is not None and not low < high:
             raise ValueError(f"float_range [min, max] needs min < max, got {data!r}.")
