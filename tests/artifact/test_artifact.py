@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from bitwright._utils.parametrization import parametrize_tensor
 from bitwright.artifact import Artifact, ArtifactError, DenseTensor, compress_tensor, dense_tensor, pack_model
 from bitwright.artifact.layouts import _DTYPES
 from bitwright.artifact.storage import file_sizes
+from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity
 
@@ -334,3 +337,143 @@ def test_tensors_that_have_no_stored_form_are_named(buffer, words):
     net[0].register_buffer("odd", buffer)
     with pytest.raises(ArtifactError, match=rf"'0\.odd'.*{words}"):
         Artifact.from_model(net)
+
+
+def _linear(inputs=64, outputs=64):
+    return nn.Linear(inputs, outputs)
+
+
+def _chain():
+    layer = _linear()
+    return nn.Sequential(layer, nn.ReLU(), layer, _linear(64, 16))
+
+
+def _block_twice():
+    block = nn.Sequential(_linear(), nn.ReLU())
+    return nn.Sequential(block, nn.Sequential(block, _linear()), block)
+
+
+@pytest.mark.parametrize("make", [_chain, _block_twice])
+@pytest.mark.parametrize("compressor", ["quantizer", "palettizer"])
+@torch.no_grad()
+def test_a_module_at_several_paths_is_stored_once_and_loads_at_all(make, compressor, tmp_path):
+    """Every path names its weight, as for tied weights; there is one packed copy, on disk and in the model."""
+    torch.manual_seed(0)
+    net, x = make().eval(), torch.randn(4, 64)
+    if compressor == "quantizer":
+        maker = Quantizer(copy.deepcopy(net), QuantizerConfig.presets.w4(execution_mode="eager"))
+    else:
+        config = KMeansPalettizerConfig.presets.w4()
+        maker = KMeansPalettizer(copy.deepcopy(net), config)
+    prepared = maker.prepare((x,))
+    made = Artifact.from_model(prepared)
+    made.save(tmp_path / "a")
+    artifact = Artifact.load(tmp_path / "a")
+    assert {*artifact, *artifact.aliases} == {*net.state_dict()}
+    assert artifact.nbytes == sum(made[name].nbytes for name in made)
+    assert len(artifact) == len(dict(net.named_parameters()))
+    assert torch.equal(artifact.load_into(copy.deepcopy(net))(x), prepared(x))
+    packed = artifact.packed_model(copy.deepcopy(net))
+    assert torch.equal(packed(x), prepared(x))
+    held = sum(t.nbytes for t in {t.data_ptr(): t for t in packed.state_dict().values() if t.numel()}.values())
+    assert held == artifact.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@torch.no_grad()
+def test_a_packed_model_keeps_its_own_dtype(dtype, device):
+    """Weights are decoded to it, the same numbers as ``load_into`` copies, and the others are cast."""
+    prepared, original, _ = prepared_net()
+    artifact = Artifact.from_model(prepared)
+    model = copy.deepcopy(original).to(device=device, dtype=dtype)
+    packed = artifact.packed_model(model)
+    loaded = artifact.load_into(copy.deepcopy(original).to(dtype))
+    for name in ("embed.weight", "conv.weight", "fc.weight", "fc.bias", "head.weight", "offset"):
+        path, _, attribute = name.rpartition(".")
+        value = getattr(packed.get_submodule(path), attribute)
+        assert value.dtype == dtype
+        assert torch.equal(value, getattr(loaded.get_submodule(path), attribute))
+    packed.scratch = torch.zeros(3)
+    assert packed(TOKENS).dtype == dtype
+
+
+class Buffer(nn.Module):
+    """One buffer, which may be of any kind."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("last", buffer)
+
+
+@pytest.mark.parametrize("method", ["load_into", "packed_model"])
+@pytest.mark.parametrize(
+    ("stored", "own", "words"),
+    [
+        (torch.ones(3, dtype=torch.complex64), torch.zeros(3), r"last has torch\.complex64 .* and torch\.float32"),
+        (torch.full((3,), 0.5), torch.zeros(3, dtype=torch.int64), r"last has torch\.float32 .* and torch\.int64"),
+        (torch.ones(3), torch.zeros(1).expand(3), r"\['last'\] share memory.*clone"),
+    ],
+)
+def test_tensors_that_cannot_take_the_numbers_are_refused_unchanged(method, stored, own, words):
+    artifact, model = Artifact.from_model(Buffer(stored)), Buffer(own)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ArtifactError, match=words):
+        getattr(artifact, method)(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["load_into", "packed_model"])
+def test_a_file_that_is_gone_leaves_the_model_as_it_is(saved, tmp_path, method):
+    """The last tensor is read before the first one is written."""
+    _, made, _, original = saved
+    made.save(tmp_path / "many", shard_bytes=64)
+    artifact, model = Artifact.load(tmp_path / "many"), copy.deepcopy(original)
+    (tmp_path / "many" / "tensors-00005.safetensors").unlink()
+    with pytest.raises(ArtifactError, match="tensors-00005"):
+        getattr(artifact, method)(model)
+    assert model.state_dict().keys() == original.state_dict().keys()
+    assert all(torch.equal(value, original.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_each_file_is_opened_once(saved, tmp_path, monkeypatch):
+    """Opening reads the whole header, so that a file for each tensor would cost the square of their number."""
+    folder, _, _, original = saved
+    opened = []
+
+    def counted(path, **options):
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("bitwright.artifact.storage.safe_open", counted)
+    artifact = Artifact.load(folder)
+    artifact.load_into(copy.deepcopy(original))
+    artifact.packed_model(copy.deepcopy(original))
+    assert len(opened) == len(list(folder.glob("*.safetensors"))) == 1
+
+
+def test_copies_and_pickles_of_a_loaded_artifact_read_the_files_anew(saved):
+    folder, artifact, _, _ = saved
+    loaded = Artifact.load(folder)
+    for other in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert all(torch.equal(other.decode(name), artifact.decode(name)) for name in artifact)
+
+
+def test_a_full_disk_leaves_no_folder_that_blocks_the_next_try(saved, tmp_path, monkeypatch):
+    _, artifact, _, _ = saved
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "there").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("bitwright.artifact.storage.save_file", full)
+        for name in ("new", "there"):
+            with pytest.raises(OSError, match="No space"):
+                artifact.save(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    for name in ("new", "there"):
+        artifact.save(tmp_path / name)
+        assert len(Artifact.load(tmp_path / name)) == len(artifact)

@@ -346,3 +346,34 @@ def test_random_changes_of_every_kind_of_tensor(label, count, tmp_path):
             with pytest.raises(ArtifactError):
                 _read_everything(tmp_path / "flipped")
         path.write_bytes(data)
+
+
+def _same_header_other_numbers(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("way", ["in place", "replaced", "truncated", "removed"])
+def test_files_that_change_after_loading_are_refused(copy, read_before, copied, way):
+    """Hashes were compared when the artifact was loaded; a file that is another one since then is not read."""
+    loaded = Artifact.load(copy)
+    if read_before:
+        loaded.decode("0.weight")
+    path = next(copy.glob("*.safetensors"))
+    changed = path.read_bytes()[:-8] if way == "truncated" else _same_header_other_numbers(path)
+    if way == "replaced":
+        path.with_suffix(".new").write_bytes(changed)
+        os.replace(path.with_suffix(".new"), path)
+    elif way == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(changed)
+        os.utime(path, (0, 0))  # clocks of files may be coarse
+    if copied:
+        loaded = pickle.loads(pickle.dumps(loaded))
+    for name in loaded:
+        with pytest.raises(ArtifactError, match=path.name):
+            loaded.decode(name)

@@ -52,6 +52,9 @@ def other_shape():
 def mean(output, batch):
     return float(output.mean())
 
+def text(output, batch):
+    return "x"
+
 class Slow(list):
     def __deepcopy__(self, memo):
         return self
@@ -242,12 +245,34 @@ class TestErrors:
                 "--backend coreml",
             ),
             (("explain", "BW9"), "no diagnostic 'BW9'"),
+            (("plan", *COMMON, "--config", "null.yaml"), "'null.yaml' is not valid: The section 'quantization_config'"),
+            (("plan", *COMMON, "--config", "latin.yaml"), "'latin.yaml' cannot be read"),
+            (("plan", *COMMON, "--config", "twice.yaml"), "found the key 'execution_mode' twice"),
+            (("plan", *COMMON, "--config", "twice.json"), "the key 'execution_mode' stands there twice"),
+            (("inspect", *COMMON, "--mode", "foo"), "--mode must be 'graph' or 'eager', got 'foo'"),
+            (("compress", *COMMON, "--config", "w4.yaml", "-o", "x", "--batches", "0"), "--batches"),
+            (("compare", *COMMON, "--config", "w4.yaml", "--batches", "-1"), "--batches"),
+            (("export", *COMMON, "--config", "w4.yaml", "-o", "x.pt2", "--batches", "0"), "--batches"),
+            (
+                ("compare", *COMMON, "--config", "w4.yaml", "--metric", "clinet:text"),
+                "metric 'clinet:text' returned 'x'; it must return a number",
+            ),
+            (
+                ("sweep", *COMMON, "--config", "w4.yaml", "--metric", "clinet:needs"),
+                "metric 'clinet:needs' failed: Type",
+            ),
         ],
     )
     def test_usage_errors_say_what_to_write(self, folder: Path, arguments: tuple[str, ...], message: str) -> None:
         """Exit code 2 and one message without a traceback."""
         (folder / "other.yaml").write_text("something: 1\n")
         (folder / "broken.yaml").write_text("a: [1\n")
+        (folder / "null.yaml").write_text("quantization_config: null\n")
+        (folder / "latin.yaml").write_bytes(b"quantization_config: {}  # \xe9\n")
+        (folder / "twice.yaml").write_text("quantization_config:\n  execution_mode: eager\n  execution_mode: graph\n")
+        (folder / "twice.json").write_text(
+            '{"quantization_config": {"execution_mode": "eager", "execution_mode": "graph"}}'
+        )
         (folder / "damaged.pt2").write_text("no archive")
         (folder / "damaged.py").write_text("def make(:\n")
         (folder / "needy.py").write_text("import nosuchlibrary\n")

@@ -34,6 +34,20 @@ def test_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_that_is_there_is_written_to(tmp_path: Path) -> None:
+    """It may be a mount, or the current folder: it stays the same one, and after an error it is empty."""
+    before = tmp_path.stat().st_ino
+    with pytest.raises(KeyboardInterrupt), new_directory_atomically(tmp_path) as folder:
+        _fail((folder / "a").write_text("1"))
+    assert not list(tmp_path.iterdir())
+    with new_directory_atomically(tmp_path) as folder:
+        (folder / "a").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert tmp_path.stat().st_ino == before
+    with pytest.raises(NotADirectoryError, match="is a file"), new_directory_atomically(tmp_path / "a"):
+        pass
+
+
 def test_file_appears_when_the_block_ends(tmp_path: Path) -> None:
     """Likewise for a file that a library writes by name."""
     with new_file_atomically(tmp_path / "x.bin") as name:

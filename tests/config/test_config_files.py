@@ -107,6 +107,11 @@ class TestReading:
         with pytest.raises(TypeError, match="got NoneType"):
             ToyConfig.from_dict(None)  # type: ignore[arg-type]
 
+    def test_a_json_key_written_twice_is_an_error(self) -> None:
+        """As in YAML: which one counts would be up to the reader."""
+        with pytest.raises(ValueError, match="'head' stands there twice"):
+            ToyConfig.from_json('{"toy_config": {"head": 1, "head": 2}}')
+
     def test_a_key_written_twice_is_an_error(self) -> None:
         """Plain YAML keeps the last and says nothing."""
         text = "toy_config:\n  module_name_configs:\n    head: null\n    head: {}\n"

@@ -136,6 +136,14 @@ class TestModuleRules:
         assert len(resolve_module_rules(config, ToyModel()).unmatched) == 2
         assert "antigravity" not in sys.modules
 
+    @pytest.mark.parametrize("section", ["module_name_configs", "module_type_configs"])
+    def test_entries_written_past_validation_are_named(self, section: str) -> None:
+        """``config.module_name_configs["a.b"] = 5`` is nothing that pydantic sees."""
+        config = ToyConfig()
+        getattr(config, section)["a.b"] = 5
+        with pytest.raises(TypeError, match=rf"{section}\['a\.b'\] is 5, not a ToyModuleConfig or None"):
+            resolve_module_rules(config, ToyModel())
+
     def test_a_parametrized_module_counts_as_its_own_class(self) -> None:
         model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
         assert strengths(ToyConfig(module_type_configs={nn.Linear: toy_module(9)}), model)["0"] == 9

@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from bitwright.artifact import Artifact
-from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors
+from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors, read_gguf
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-from bitwright.quantization.spec import PerBlockGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 
 from .models import W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
 
@@ -116,8 +117,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_compressed_tensors_lacks_is_refused_or_stored_dense(name, tmp_path):
-    from safetensors.torch import load_file
-
     kind, spec, words = REFUSED[name]
     model, x = built(kind)
     _, ready = prepared(model, x, spec)
@@ -147,8 +146,6 @@ class Named(nn.Module):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_weights_of_other_names_are_refused_or_stored_dense(mode, tmp_path):
     """What is packed belongs to a layer's ``weight``: no loader looks for parts of anything else."""
-    from safetensors.torch import load_file
-
     torch.manual_seed(0)
     every = ModuleQuantizerConfig(op_state_spec={"*": W8}, op_input_spec=None, op_output_spec=None)
     quantizer = Quantizer(Named().eval(), QuantizerConfig(global_config=every, execution_mode=mode))
@@ -168,6 +165,126 @@ def test_weights_of_other_names_are_refused_or_stored_dense(mode, tmp_path):
     assert torch.equal(stored["project"], artifact.decode("project"))
     assert "attention.out_proj.weight_packed" in stored
     assert all(torch.equal(state[name], artifact.decode(name)) for name in artifact.compressed)
+
+
+class TwoNames(nn.Module):
+    """Two linear layers, the second one with the weight of the first, or the first one itself."""
+
+    def __init__(self, shared=False):
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        self.b = self.a if shared else nn.Linear(32, 32)
+        self.b.weight = self.a.weight
+        self.c = nn.Linear(32, 32)
+        self.c.bias = self.a.bias
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_layers_with_a_tied_weight_are_all_targets(mode, shared, tmp_path):
+    """Loaders look every layer up in the targets, and give those that they do not find new weights."""
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    model, x = TwoNames(shared).eval(), torch.randn(2, 32)
+    _, ready = prepared(model, x, spec_of("int4", blocks(16)), mode=mode)
+    folder = export_compressed_tensors(ready, tmp_path / "c")
+    described = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (group,) = described["config_groups"].values()
+    assert sorted(group["targets"]) == ["a", "b", "c"]
+    assert described["ignore"] == []
+    loaded = TwoNames().eval()
+    loaded.load_state_dict(read_compressed_tensors(folder))
+    assert torch.equal(loaded(x), ready(x))
+
+
+class TiedHead(nn.Module):
+    """A head that is the embedding, registered first or last."""
+
+    def __init__(self, first):
+        super().__init__()
+        for name in ("head", "embed") if first else ("embed", "head"):
+            self.add_module(name, nn.Linear(32, 64, bias=False) if name == "head" else nn.Embedding(64, 32))
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_weights_that_are_embeddings_too_are_refused_or_stored_dense(mode, first, tmp_path):
+    """No loader reads packed embeddings, whichever name comes first."""
+    torch.manual_seed(0)
+    _, ready = prepared(TiedHead(first).eval(), torch.arange(8)[None], spec_of("int4", blocks(16)), mode=mode)
+    with pytest.raises(ValueError, match="only weights of linear layers"):
+        export_compressed_tensors(ready, tmp_path / "no")
+    stored = load_file(export_compressed_tensors(ready, tmp_path / "c", allow_dense=True) / "model.safetensors")
+    assert stored.keys() == {"head.weight", "embed.weight"}
+    assert torch.equal(stored["head.weight"], stored["embed.weight"])
+
+
+@pytest.mark.parametrize("outputs", [1, 3, 8, 9])
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int3", "int8"])
+@pytest.mark.parametrize("granularity", [blocks(16), PerChannelGranularity(axis=1), PerChannelGranularity(axis=0)])
+def test_what_is_written_can_be_read(outputs, dtype, granularity, tmp_path):
+    """Zero points of 4 bits that fill no more than one word in several groups are refused: their reader fails."""
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    layer = nn.Linear(32, outputs).eval()
+    layer.weight.data.abs_()  # so that zero points are no zeros
+    _, ready = prepared(layer, torch.randn(2, 32), spec_of(dtype, granularity, qscheme="asymmetric"))
+    grouped = granularity.axis == 1
+    if grouped and not isinstance(granularity, PerBlockGranularity) and outputs > 1:
+        words = "blocks of"
+    else:
+        words = "of 4 bits for several groups" if grouped and outputs <= 8 and dtype in ("int4", "uint4") else None
+    if words is None:
+        state = read_compressed_tensors(export_compressed_tensors(ready, tmp_path / "c"))
+        assert torch.equal(state["weight"], ready.weight)
+        return
+    with pytest.raises(ValueError, match=words):
+        export_compressed_tensors(ready, tmp_path / "c")
+    stored = load_file(export_compressed_tensors(ready, tmp_path / "d", allow_dense=True) / "model.safetensors")
+    assert torch.equal(stored["weight"], ready.weight)
+
+
+def _full(tensors, path, *_):
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failed_checkpoint_leaves_nothing(tmp_path, monkeypatch):
+    """Neither a full disk nor a config that JSON does not hold; the next try finds a free place."""
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    with monkeypatch.context() as patched:
+        patched.setattr("bitwright.export.checkpoints.compressed_tensors.save_file", _full)
+        with pytest.raises(OSError, match="No space"):
+            export_compressed_tensors(ready, tmp_path / "c")
+    with pytest.raises(TypeError, match=r"config\['dtype'\] is torch\.float32"):
+        export_compressed_tensors(ready, tmp_path / "c", config={"model_type": "x", "dtype": torch.float32})
+    assert not list(tmp_path.iterdir())
+    export_compressed_tensors(ready, tmp_path / "c", config={"dtype": "float32"})
+
+
+def test_a_failed_gguf_leaves_the_old_file(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export_gguf(ready, path, round_scales=True, allow_dense=True)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("export", [export_compressed_tensors, export_gguf])
@@ -273,3 +390,53 @@ def test_scales_that_the_type_does_not_hold_are_told(early, tmp_path, caplog):
     ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,)).half()
     export_compressed_tensors(ready, tmp_path / "c")
     assert ("rounded to the type of the model" in caplog.text) is not early
+
+
+BUFFERS = {
+    "bool": torch.tensor([True, False]),
+    "uint8": torch.tensor([0, 255], dtype=torch.uint8),
+    "int8": torch.tensor([-128, 127], dtype=torch.int8),
+    "int16": torch.tensor([-(2**15), 2**15 - 1], dtype=torch.int16),
+    "int32": torch.tensor([-(2**31), 2**24 + 1], dtype=torch.int32),
+    "int64": torch.tensor([2**40 + 1, -(2**63)]),
+    "float16": torch.tensor([0.1, -6e-8], dtype=torch.float16),
+    "bfloat16": torch.tensor([0.1, 3e38], dtype=torch.bfloat16),
+    "float32": torch.tensor([0.1, 3e38]),
+    "float64": torch.tensor([1 / 3, 1e300], dtype=torch.float64),
+}
+
+
+class Buffers(nn.Module):
+    """A layer and buffers."""
+
+    def __init__(self, buffers):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        for name, value in buffers.items():
+            self.register_buffer(f"of_{name}", value)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_gguf_keeps_the_numbers_of_buffers(tmp_path):
+    """Each dtype in a type that holds all of its numbers."""
+    pytest.importorskip("gguf")
+    _, ready = prepared(Buffers(BUFFERS).eval(), torch.randn(2, 32), W8)
+    found = read_gguf(export_gguf(ready, tmp_path / "m.gguf", round_scales=True))
+    for name, value in BUFFERS.items():
+        stored = found[f"of_{name}"]
+        assert torch.can_cast(value.dtype, stored.dtype)
+        assert torch.equal(stored.to(value.dtype), value), name
+    assert found["of_int64"].dtype == torch.int64
+    assert found["of_float64"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "uint64"])
+def test_gguf_refuses_numbers_that_it_has_no_type_for(dtype, tmp_path):
+    pytest.importorskip("gguf")
+    buffers = {"odd": torch.ones(2).to(getattr(torch, dtype))}
+    _, ready = prepared(Buffers(buffers).eval(), torch.randn(2, 32), W8)
+    with pytest.raises(ValueError, match=f"of_odd: {dtype}"):
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, allow_dense=True)
+    assert not list(tmp_path.iterdir())

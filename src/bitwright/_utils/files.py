@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["new_directory_atomically", "new_file_atomically", "write_text_atomically"]
+__all__ = ["make_empty_directory", "new_directory_atomically", "new_file_atomically", "write_text_atomically"]
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
@@ -33,20 +33,45 @@ def write_text_atomically(path: str | Path, text: str) -> None:
 def new_directory_atomically(path: str | Path) -> Iterator[Path]:
     """Give a folder to write to, which becomes ``path`` if the block ends well and is removed if it does not.
 
+    A folder that is there already, which may be a mount, stays and takes what was written.
+
     Raises:
-        FileExistsError: ``path`` exists and is no empty folder.
+        NotADirectoryError: ``path`` is a file.
+        FileExistsError: it is a folder that is not empty.
     """
     target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{str(target)!r} exists already; give a folder that is empty or does not exist.")
+    _refuse_full(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    there = target.exists()
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target if there else target.parent) as scratch:
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
-        if target.exists():
-            target.rmdir()
-        os.replace(folder, target)
+        if there:
+            for entry in list(folder.iterdir()):
+                os.replace(entry, target / entry.name)
+        else:
+            os.replace(folder, target)
+
+
+def make_empty_directory(folder: Path) -> None:
+    """Create a folder, or accept one that is empty.
+
+    Raises:
+        NotADirectoryError: the path is a file.
+        FileExistsError: the folder holds something.
+    """
+    _refuse_full(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _refuse_full(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is a file; give a folder that is empty or does not exist.")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(
+            f"{str(folder)!r} exists already and is not empty; give a folder that is empty or does not exist."
+        )
 
 
 def _umask() -> int:

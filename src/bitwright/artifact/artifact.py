@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.files import make_empty_directory, new_directory_atomically
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
 from bitwright._utils.own_states import asks_for_states, list_own_states
 
@@ -19,9 +20,10 @@ from .errors import ArtifactError
 from .folded_norms import FoldedNorms
 from .from_graph import graph_tensors
 from .graph_sites import GraphSimulators
+from .layouts import TensorLayout
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
-from .sites import WeightSite, activation_simulators, dense_state, own_state, weight_sites
-from .storage import DEFAULT_SHARD_BYTES, StoredTensors, TensorWriter, check_files, file_sizes, read_activations
+from .sites import WeightSite, activation_simulators, dense_state, further_names, own_state, weight_sites
+from .storage import DEFAULT_SHARD_BYTES, StoredFiles, StoredTensors, TensorWriter, file_sizes, read_activations
 from .tensors import CompressedTensor, DenseTensor
 
 __all__ = ["Artifact", "make_empty_directory"]
@@ -86,11 +88,9 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges = graph_tensors(model)
             return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))
-        aliases: dict[str, str] = {}
-        sources: dict[str, WeightSite] = {}
-        for site in weight_sites(model):
-            sources[site.name] = site
-            aliases.update(dict.fromkeys(site.names[1:], site.name))
+        sites = weight_sites(model)
+        sources = {site.name: site for site in sites}
+        aliases = further_names(model, sites)
         seen: dict[int, str] = {}
         for name, tensor in dense_state(model):
             first = seen.setdefault(id(tensor), name)
@@ -118,18 +118,19 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """
         folder = Path(directory)
         manifest = read_manifest(folder)
-        check_files(folder, manifest)
+        files = StoredFiles(folder, manifest.files)
+        files.check(manifest)
         return cls(
-            StoredTensors(folder, manifest),
+            StoredTensors(files, manifest),
             aliases=manifest.aliases,
-            activations=read_activations(folder, manifest),
+            activations=read_activations(files, manifest),
             config=manifest.config,
             plan=manifest.plan,
             versions=manifest.versions,
         )
 
     def save(self, directory: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        """Write safetensors files and ``manifest.json``, tensor by tensor; the manifest comes last.
+        """Write safetensors files and ``manifest.json``, tensor by tensor; an error leaves nothing behind.
 
         Args:
             directory: a folder that is empty or does not exist.
@@ -140,8 +141,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             NotADirectoryError: ``directory`` is a file.
             FileExistsError: it is not empty.
         """
-        folder = Path(directory)
-        make_empty_directory(folder)
+        with new_directory_atomically(directory) as folder:
+            self._write(folder, shard_bytes)
+
+    def _write(self, folder: Path, shard_bytes: int) -> None:
         writer = TensorWriter(folder, shard_bytes)
         tensors, activations = {}, {}
         for name in self._tensors:
@@ -206,20 +209,24 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Copy the decoded tensors into a float model, one at a time.
 
         Args:
-            model: a model with the parameters and buffers that the artifact names. Changed in place. Batch norms that
-                graph mode folded into the artifact's weights are replaced by ``nn.Identity``.
+            model: a model with the parameters and buffers that the artifact names. Changed in place; tensors keep their
+                dtype. Batch norms that graph mode folded into the artifact's weights are replaced by ``nn.Identity``.
 
         Returns:
             ``model``.
 
         Raises:
-            ArtifactError: a tensor of the model is missing in the artifact or the other way round, or a shape differs.
-                The model is unchanged then.
+            ArtifactError: a tensor of the model is missing in the artifact or the other way round, a shape differs, a
+                dtype holds other kinds of numbers (real for complex ones, integers for fractions), elements of a
+                tensor share memory, or a stored tensor cannot be read. The model is unchanged then.
         """
-        targets = self._fitting_state(model)
+        written = set()
         with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(self.decode(name))
+            for name, target in self._fitting_state(model).items():
+                place = id(target), self.aliases.get(name, name)
+                if place not in written:
+                    target.copy_(self.decode(name))
+                written.add(place)
         return model
 
     def packed_model(self, model: nn.Module) -> nn.Module:
@@ -228,7 +235,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Args:
             model: as in :meth:`load_into`; may be on the meta device, where buffers that no state dict holds
                 (``persistent=False``) stay and want values before it runs. Changed in place: its compressed parameters
-                become packed buffers, the others are copied.
+                become packed buffers that are decoded to the dtype that the parameter had, the others are copied.
 
         Returns:
             ``model``, in eval mode.
@@ -239,14 +246,18 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         from .packed import pack_tensor
 
         targets = self._fitting_state(model)
-        packed = set(self.compressed)
-        modules: dict[str, nn.Module] = {}
-        for name in targets:
+        packed, done = set(self.compressed), set()
+        modules: dict[tuple[str, torch.dtype], nn.Module] = {}
+        for name, target in targets.items():
             stored = self.aliases.get(name, name)
             path, attribute = _split(name)
             owner = model.get_submodule(path)
+            if (id(owner), attribute) in done:  # a module at several paths
+                continue
+            done.add((id(owner), attribute))
             if stored in packed:
-                modules[stored] = pack_tensor(owner, attribute, self[stored], modules.get(stored))
+                key = stored, target.dtype
+                modules[key] = pack_tensor(owner, attribute, self[stored], modules.get(key), target.dtype)
             else:
                 _assign(owner, attribute, self.decode(stored))
         list_own_states(model.modules(), [module for module in model.modules() if asks_for_states(module)])
@@ -271,27 +282,61 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 yield name, self._tensors[name].layout
 
     def _fitting_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's state once it is that of the artifact; batch norms that were folded are taken out."""
-        shapes = {name: tuple(layout.shape) for name, layout in self._layouts()}
-        folded = FoldedNorms.of(model, shapes)
-        self._check_names(folded.states(_state_of(model)))
+        """Return the model's state once it is that of the artifact; batch norms that were folded are taken out.
+
+        Every tensor was read then, so that a damaged one leaves the model as it is.
+        """
+        layouts = dict(self._layouts())
+        folded = FoldedNorms.of(model, {name: tuple(layout.shape) for name, layout in layouts.items()})
+        layouts |= {alias: layouts[name] for alias, name in self.aliases.items()}
+        targets = folded.states(_state_of(model))
+        _check_names(layouts, targets)
+        _check_numbers(layouts, targets)
+        if isinstance(self._tensors, StoredTensors):  # the layouts of others are those of tensors that exist
+            for name in self._tensors:
+                self._tensors[name]
         folded.apply(model)
         return dict(_state_of(model))
 
-    def _check_names(self, targets: Mapping[str, torch.Tensor]) -> None:
-        layouts = dict(self._layouts())
-        layouts |= {alias: layouts[name] for alias, name in self.aliases.items()}
-        missing, extra = sorted(targets.keys() - layouts.keys()), sorted(layouts.keys() - targets.keys())
-        differing = [
-            f"{name} {tuple(targets[name].shape)} instead of {tuple(layout.shape)}"
-            for name, layout in layouts.items()
-            if name in targets and tuple(targets[name].shape) != tuple(layout.shape)
-        ]
-        if missing or extra or differing:
-            raise ArtifactError(
-                "The artifact belongs to another model. "
-                f"Not in the artifact: {missing[:10]}; not in the model: {extra[:10]}; other shapes: {differing[:10]}."
-            )
+
+def _check_names(layouts: Mapping[str, TensorLayout], targets: Mapping[str, torch.Tensor]) -> None:
+    missing, extra = sorted(targets.keys() - layouts.keys()), sorted(layouts.keys() - targets.keys())
+    differing = [
+        f"{name} {tuple(targets[name].shape)} instead of {tuple(layout.shape)}"
+        for name, layout in layouts.items()
+        if name in targets and tuple(targets[name].shape) != tuple(layout.shape)
+    ]
+    if missing or extra or differing:
+        raise ArtifactError(
+            "The artifact belongs to another model. "
+            f"Not in the artifact: {missing[:10]}; not in the model: {extra[:10]}; other shapes: {differing[:10]}."
+        )
+
+
+def _check_numbers(layouts: Mapping[str, TensorLayout], targets: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors of the model that cannot take the numbers of the artifact."""
+    kinds = [
+        f"{name} has {layouts[name].decoded_dtype} in the artifact and {target.dtype} in the model"
+        for name, target in targets.items()
+        if not torch.can_cast(layouts[name].decoded_dtype, target.dtype)
+    ]
+    if kinds:
+        raise ArtifactError(
+            "The model's tensors cannot hold the numbers of the artifact; give it tensors of the artifact's dtype: "
+            f"{'; '.join(kinds[:10])}."
+        )
+    shared = [name for name, target in targets.items() if _repeats_elements(target)]
+    if shared:
+        raise ArtifactError(
+            f"Elements of {shared[:10]} share memory, as expand() leaves them, so that they cannot be written one by "
+            "one; replace each by its clone(), in contiguous memory."
+        )
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class _ModelTensors(Mapping[str, CompressedTensor[Any]]):
@@ -313,20 +358,6 @@ class _ModelTensors(Mapping[str, CompressedTensor[Any]]):
         return len(self._sites)
 
 
-def make_empty_directory(folder: Path) -> None:
-    """Create a folder, or accept one that is empty.
-
-    Raises:
-        NotADirectoryError: the path is a file.
-        FileExistsError: the folder holds something.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; give a folder that is empty or does not exist.")
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; give a folder that is empty or does not exist.")
-
-
 def _split(name: str) -> tuple[str, str]:
     path, _, attribute = name.rpartition(".")
     return path, attribute
@@ -340,7 +371,7 @@ def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _assign(owner: nn.Module, attribute: str, value: torch.Tensor) -> None:
     old = getattr(owner, attribute)
     if old.is_meta:
-        value = value.clone()
+        value = value.to(old.dtype, copy=True)
         slot: Any = owner._parameters if isinstance(old, nn.Parameter) else owner._buffers
         slot[attribute] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     else:

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from bitwright._about import __version__
+from bitwright._utils.json_keys import without_duplicates
 
 from .errors import ArtifactError
 from .layouts import ActivationLayout, Layout, _Schema
@@ -126,7 +127,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     data = _read(path)
     try:
-        content = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+        content = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is damaged: it is no JSON ({error}).") from None
     _check_version(path, content)
@@ -157,15 +158,6 @@ def _read(path: Path) -> bytes:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse objects that name a key twice: which one counts is up to the reader."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return content
 
 
 def _check_version(path: Path, content: Any) -> None:

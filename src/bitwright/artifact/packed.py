@@ -32,13 +32,14 @@ class PackedTensor(nn.Module):
         tensor: the compressed tensor.
         exact: decode for more than a few vectors, also where multiplying with the codes is faster: behind quantized
             activations another order of sums may move a code.
+        dtype: what is decoded to; None for the tensor's.
     """
 
-    def __init__(self, tensor: CompressedTensor[Any], *, exact: bool = False) -> None:
+    def __init__(self, tensor: CompressedTensor[Any], *, exact: bool = False, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.exact = exact
         self.layout = tensor.layout
-        self.output_dtype = tensor.dtype
+        self.output_dtype = tensor.dtype if dtype is None else dtype
         for name, part in tensor.parts.items():
             self.register_buffer(name.replace(".", "_"), part)
 
@@ -95,7 +96,11 @@ def _traced() -> bool:
 
 
 def pack_tensor(
-    owner: nn.Module, attribute: str, tensor: CompressedTensor[Any], module: nn.Module | None = None
+    owner: nn.Module,
+    attribute: str,
+    tensor: CompressedTensor[Any],
+    module: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Replace a parameter of a module by its packed form.
 
@@ -104,12 +109,13 @@ def pack_tensor(
         attribute: name of its parameter; whatever parametrizes it is taken away.
         tensor: the compressed tensor.
         module: the parametrization to use, to share the one of a tied weight.
+        dtype: what is decoded to; None for the tensor's.
 
     Returns:
         The parametrization that now stands there.
     """
-    module = PackedTensor(tensor) if module is None else module
-    return replace_weight(owner, attribute, module, tensor.dtype)
+    module = PackedTensor(tensor, dtype=dtype) if module is None else module
+    return replace_weight(owner, attribute, module, tensor.dtype if dtype is None else dtype)
 
 
 def replace_weight(owner: nn.Module, attribute: str, module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,15 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .errors import ArtifactError
 from .layouts import dtype_name
 
-__all__ = ["WeightSite", "activation_simulators", "dense_state", "own_state", "simulators_in", "weight_sites"]
+__all__ = [
+    "WeightSite",
+    "activation_simulators",
+    "dense_state",
+    "further_names",
+    "own_state",
+    "simulators_in",
+    "weight_sites",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +32,8 @@ class WeightSite:
     """One weight under simulators, and every place that it is registered at.
 
     Attributes:
-        owners: ``(module path, attribute)`` of every place, the first one names the weight.
+        owners: ``(module path, attribute)`` of every place, the first one names the weight. A module that stands at
+            several paths is one place, under the first of them.
         tensor: the dense tensor as it enters the first simulator.
         simulators: in the order in which they are applied.
     """
@@ -75,6 +84,22 @@ def weight_sites(model: nn.Module, strict: bool = True) -> list[WeightSite]:
             else:
                 sites[key] = WeightSite([(path, attribute)], _entering(stack, len(simulators)), simulators)
     return list(sites.values())
+
+
+def further_names(model: nn.Module, sites: Iterable[WeightSite]) -> dict[str, str]:
+    """Return every name of the weights at ``sites`` but the first one, to the first one.
+
+    A module that stands at several paths gives its weight a name at each.
+    """
+    first = {(id(model.get_submodule(path)), attribute): site.name for site in sites for path, attribute in site.owners}
+    attributes: dict[int, list[str]] = {}
+    for module, attribute in first:
+        attributes.setdefault(module, []).append(attribute)
+    names: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute in attributes.get(id(module), ()):
+            names[f"{path}.{attribute}" if path else attribute] = first[id(module), attribute]
+    return {name: to for name, to in names.items() if name != to}
 
 
 def simulators_in(model: nn.Module) -> list[nn.Module]:

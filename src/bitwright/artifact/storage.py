@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import math
+import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from .layouts import ActivationLayout, TensorLayout
 from .manifest import FileEntry, Manifest, StoredActivation, StoredTensor
 from .tensors import CompressedTensor, build_tensor
 
-__all__ = ["DEFAULT_SHARD_BYTES", "StoredTensors", "TensorWriter", "check_files", "file_sizes", "read_activations"]
+__all__ = ["DEFAULT_SHARD_BYTES", "StoredFiles", "StoredTensors", "TensorWriter", "file_sizes", "read_activations"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_BYTES = 1 << 28
+
+_OPEN_FILES = 4
+"""Files that stay open. In the order of a model's modules, compressed tensors and others are read from one file each;
+a file that is open counts as memory of the process, so not all may be."""
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -118,14 +123,77 @@ class TensorWriter:
         self._pending, self._pending_bytes = {}, 0
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare size and hash of every file with the manifest.
+class StoredFiles:
+    """The tensor files of an artifact: checked against the manifest, opened when asked for, and kept open for a while.
 
-    Raises:
-        ArtifactError: a file is missing or differs.
+    A file is hashed before it is opened, and must be the same file, of the same size and time, whenever it is read.
+
+    Args:
+        directory: folder of the artifact.
+        entries: the files, as the manifest describes them.
     """
-    for entry in manifest.files:
-        path = directory / entry.name
+
+    def __init__(self, directory: Path, entries: Sequence[FileEntry]) -> None:
+        self._directory = directory
+        self._entries = entries
+        self._states: dict[int, tuple[int, ...]] = {}
+        self._open: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: no open file, and nothing of files that are hashed anew elsewhere."""
+        return self.__dict__ | {"_states": {}, "_open": {}}
+
+    def path(self, number: int) -> Path:
+        """Return the path of a file."""
+        return self._directory / self._entries[number].name
+
+    def check(self, manifest: Manifest) -> None:
+        """Compare size, hash and contents of every file with the manifest.
+
+        Raises:
+            ArtifactError: a file is missing or differs.
+        """
+        for number in range(len(self._entries)):
+            self._states[number] = self._checked_state(number)
+        _check_keys(self, manifest)
+
+    def opened(self, number: int) -> Any:
+        """Return a file as ``safe_open`` gives it.
+
+        Raises:
+            ArtifactError: it is missing, damaged, or was changed since it was checked.
+        """
+        path = self.path(number)
+        if number not in self._states:
+            self._states[number] = self._checked_state(number)
+        file = self._open.pop(number, None)
+        try:
+            file = safe_open(str(path), framework="pt", device="cpu") if file is None else file
+            state = _state_of(path.stat())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error}") from error
+        if state != self._states[number]:  # reading memory that is mapped behind the end would end the process
+            raise ArtifactError(f"{path} was changed after the artifact was opened; load the artifact again.")
+        self._open[number] = file  # as the one that was used last
+        for longest_unused in list(self._open)[:-_OPEN_FILES]:
+            self._open.pop(longest_unused, None)
+        return file
+
+    def parts(self, number: int, name: str, layout: TensorLayout | ActivationLayout) -> dict[str, torch.Tensor]:
+        """Return the parts of a tensor or an activation, mapped to the file.
+
+        Raises:
+            ArtifactError: as :meth:`opened`, or a part is not there.
+        """
+        file = self.opened(number)
+        try:
+            return {part: file.get_tensor(f"{name}/{part}") for part in layout.parts()}
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise ArtifactError(f"{self.path(number)}: the parts of {name!r} cannot be read: {error}") from error
+
+    def _checked_state(self, number: int) -> tuple[int, ...]:
+        """What tells the file from others and from later versions of itself, taken before it was hashed."""
+        path, entry = self.path(number), self._entries[number]
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device or a pipe may have no end
@@ -137,25 +205,23 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         if found != (entry.nbytes, entry.sha256):
             why = "its hash differs" if size == entry.nbytes else f"it has {size} bytes, not {entry.nbytes}"
             raise ArtifactError(f"{path} is damaged or was exchanged: {why} from what the manifest says.")
-    _check_keys(directory, manifest)
+        return _state_of(status)
 
 
 class StoredTensors(Mapping[str, CompressedTensor[Any]]):
     """The compressed tensors of an artifact on disk, read when asked for; their parts stay mapped to the file."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory = directory
-        self._files = [entry.name for entry in manifest.files]
+    def __init__(self, files: StoredFiles, manifest: Manifest) -> None:
+        self._files = files
         self._stored = manifest.tensors
 
     def __getitem__(self, name: str) -> CompressedTensor[Any]:
         stored = self._stored[name]
-        path = self._directory / self._files[stored.file]
         try:
-            tensor = build_tensor(stored.layout, _read_parts(path, name, stored.layout))
+            tensor = build_tensor(stored.layout, self._files.parts(stored.file, name, stored.layout))
             tensor.check_values()
         except ArtifactError as error:
-            raise ArtifactError(f"{path}, tensor {name!r}: {error}") from error
+            raise ArtifactError(f"{self._files.path(stored.file)}, tensor {name!r}: {error}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -169,7 +235,7 @@ class StoredTensors(Mapping[str, CompressedTensor[Any]]):
         return self._stored[name].layout
 
 
-def read_activations(directory: Path, manifest: Manifest) -> dict[str, QuantizedActivation]:
+def read_activations(files: StoredFiles, manifest: Manifest) -> dict[str, QuantizedActivation]:
     """Read the parameters of all activations.
 
     Raises:
@@ -177,25 +243,17 @@ def read_activations(directory: Path, manifest: Manifest) -> dict[str, Quantized
     """
     activations = {}
     for name, stored in manifest.activations.items():
-        path = directory / manifest.files[stored.file].name
-        parts = _read_parts(path, f"activations/{name}", stored.layout) if stored.layout.parts() else {}
+        parts = files.parts(stored.file, f"activations/{name}", stored.layout) if stored.layout.parts() else {}
         try:
             activations[name] = QuantizedActivation(stored.layout, parts)
             activations[name].check_values()
         except ArtifactError as error:
-            raise ArtifactError(f"{path}, activation {name!r}: {error}") from error
+            where = files.path(stored.file) if parts else "The manifest"
+            raise ArtifactError(f"{where}, activation {name!r}: {error}") from error
     return activations
 
 
-def _read_parts(path: Path, name: str, layout: TensorLayout | ActivationLayout) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            return {part: file.get_tensor(f"{name}/{part}") for part in layout.parts()}
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise ArtifactError(f"{path}: the parts of {name!r} cannot be read: {error}") from error
-
-
-def _check_keys(directory: Path, manifest: Manifest) -> None:
+def _check_keys(files: StoredFiles, manifest: Manifest) -> None:
     """Every part that the manifest promises is there in its file with its shape, and there is nothing else."""
     wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in manifest.files]
     stored: list[tuple[str, StoredTensor | StoredActivation]] = [*manifest.tensors.items()]
@@ -203,16 +261,19 @@ def _check_keys(directory: Path, manifest: Manifest) -> None:
     for name, entry in stored:
         for part, (shape, _) in entry.layout.parts().items():
             wanted[entry.file][f"{name}/{part}"] = shape
-    for file, keys in zip(manifest.files, wanted, strict=True):
-        path = directory / file.name
+    for number, keys in enumerate(wanted):
+        path, opened = files.path(number), files.opened(number)
         try:
-            with safe_open(str(path), framework="pt", device="cpu") as opened:
-                found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            found = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise ArtifactError(f"{path} is damaged: {error}") from error
         if found != keys:
             odd = sorted(found.keys() ^ keys.keys() or {k for k in keys if keys[k] != found[k]})
             raise ArtifactError(f"{path} does not hold what the manifest says; they differ in {odd[:5]}.")
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _hash_file(path: Path) -> tuple[int, str]:

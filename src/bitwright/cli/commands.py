@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .loading import Recipe, load_data, load_function, load_model, load_recipe, recipe_schema
+from .loading import Recipe, load_data, load_metric, load_model, load_recipe, recipe_schema
 from .output import DAMAGED, CommandError, Output
 
 __all__ = ["compare", "compress", "explain", "inspect", "plan", "schema", "sweep"]
@@ -15,7 +15,7 @@ __all__ = ["compare", "compress", "explain", "inspect", "plan", "schema", "sweep
 _ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="module:factory, or a .pt2 file.")]
 _DataOption = Annotated[str, typer.Option("--data", help="Batches of inputs, as module:iterable.")]
 _ConfigOption = Annotated[str, typer.Option("--config", help="Recipe (YAML or JSON), or preset:NAME.")]
-_BatchesOption = Annotated[int | None, typer.Option("--batches", help="Use that many batches at most.")]
+_BatchesOption = Annotated[int | None, typer.Option("--batches", min=1, help="Use that many batches at most.")]
 _JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 _QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the result.")]
 _MetricOption = Annotated[str | None, typer.Option("--metric", help="module:function of output and batch.")]
@@ -37,6 +37,8 @@ def inspect(
     from bitwright.inspection._batches import inputs_of
 
     out = Output(json, quiet)
+    if mode not in ("graph", "eager"):
+        raise CommandError(f"--mode must be 'graph' or 'eager', got {mode!r}.")
     net = load_model(model)
     example = inputs_of(load_data(data, 1)[0], net)
     inspector = ModelInspector(
@@ -164,7 +166,7 @@ def compare(
     if (config is None) == (artifact is None):
         raise CommandError("Give either --config, to compress and compare, or --artifact, to compare with a saved one.")
     net, feed = load_model(model), load_data(data, batches)
-    score = None if metric is None else load_function(metric, "metric")
+    score = None if metric is None else load_metric(metric)
     with out.progress() as say:
         other = _loaded(net, artifact) if artifact is not None else _applied(net, config, feed, say)
         report = inspection.compare(net, other, feed, metric=score, progress=say)
@@ -202,7 +204,7 @@ def sweep(
             raise CommandError(f"The recipe {name!r} has several sections; a sweep takes recipes of one technique.")
         candidates[recipe.name] = recipe.configs[0]
     _agree_on_names(config, candidates, out)
-    score = None if metric is None else load_function(metric, "metric")
+    score = None if metric is None else load_metric(metric)
     with out.progress() as say:
         result = inspection.sweep(net, candidates, feed, metric=score, store=output, progress=say)
     out.result(result.table, lambda: result.model_dump(mode="json"))

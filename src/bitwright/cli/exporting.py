@@ -40,7 +40,7 @@ def export(
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Leave the first dimension of every input free.")
     ] = False,
-    batches: Annotated[int | None, typer.Option("--batches", help="Use that many batches at most.")] = None,
+    batches: Annotated[int | None, typer.Option("--batches", min=1, help="Use that many batches at most.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the result.")] = False,
 ) -> None:
     """Compress a model and write it for a target, as the ending of the output or --target says.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +16,14 @@ import yaml
 from torch import nn
 
 from bitwright.config import CompressionConfig
+from bitwright.config.files import read_json, read_yaml
 from bitwright.program.unlift import unlift
 
 from .output import CommandError
 
-__all__ = ["Recipe", "load_data", "load_function", "load_model", "load_recipe", "recipe_schema"]
+__all__ = ["Recipe", "load_data", "load_metric", "load_model", "load_recipe", "recipe_schema"]
+
+_WHERE = "(BITWRIGHT_TRACEBACK=1 shows where.)"
 
 
 def load_model(name: str) -> nn.Module:
@@ -80,16 +82,27 @@ def load_data(name: str, limit: int | None = None) -> list[Any]:
     return batches
 
 
-def load_function(name: str, role: str) -> Any:
-    """Return the function that ``module:attribute`` stands for.
+def load_metric(name: str) -> Callable[[Any, Any], float]:
+    """Return the function of an output and its batch that ``module:attribute`` stands for.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is none; when it is called, it failed or returned no number.
     """
-    found = _attribute(name, role)
+    found = _attribute(name, "metric")
     if not callable(found):
-        raise CommandError(f"The {role} {name!r} is a {type(found).__name__}; it must be a function.")
-    return found
+        raise CommandError(f"The metric {name!r} is a {type(found).__name__}; it must be a function.")
+
+    def metric(output: Any, batch: Any) -> float:
+        try:
+            value = found(output, batch)
+        except Exception as error:
+            raise CommandError(f"The metric {name!r} failed: {_reason(error)} {_WHERE}") from error
+        try:
+            return float(value)
+        except Exception as error:
+            raise CommandError(f"The metric {name!r} returned {value!r}; it must return a number.") from error
+
+    return metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +122,7 @@ def load_recipe(name: str) -> Recipe:
     """Read a recipe: a YAML or JSON file with a section for each technique, or ``preset:name`` (``preset:w8a8``).
 
     Raises:
-        CommandError: there is no such file or preset, or it has no known section.
+        CommandError: there is no such file or preset, it cannot be read, names a key twice, or has no known section.
         pydantic.ValidationError: a section is not valid.
     """
     if name.startswith("preset:"):
@@ -117,9 +130,9 @@ def load_recipe(name: str) -> Recipe:
     path = Path(name)
     if not path.is_file():
         raise CommandError(f"There is no recipe {name!r}; give a YAML or JSON file, or a preset such as preset:w8a8.")
-    text = path.read_text(encoding="utf-8")
     try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = path.read_text(encoding="utf-8")
+        content = read_json(text) if path.suffix == ".json" else read_yaml(text, name)
     except (yaml.YAMLError, ValueError) as error:
         raise CommandError(f"The recipe {name!r} cannot be read: {error}") from error
     known = {cls._CONFIG_KEY: cls for cls in _config_classes()}
@@ -136,7 +149,10 @@ def load_recipe(name: str) -> Recipe:
     for key in sections:
         cls = known[key]
         part = {key: content[key], **({cls._SPEC_KEY: content[cls._SPEC_KEY]} if cls._SPEC_KEY in content else {})}
-        configs.append(cls.from_dict(part))
+        try:
+            configs.append(cls.from_dict(part))
+        except TypeError as error:
+            raise CommandError(f"The recipe {name!r} is not valid: {error}") from error
     return Recipe(path.stem, tuple(configs))
 
 
@@ -234,8 +250,7 @@ def _called(function: Callable[[], Any], name: str, role: str) -> Any:
         return function()
     except Exception as error:
         raise CommandError(
-            f"The {role} {name!r} failed when it was called without arguments: {_reason(error)} "
-            "(BITWRIGHT_TRACEBACK=1 shows where.)"
+            f"The {role} {name!r} failed when it was called without arguments: {_reason(error)} {_WHERE}"
         ) from error
 
 

@@ -11,11 +11,13 @@ from typing import IO, Any, ClassVar, Self
 
 import yaml
 
+from bitwright._utils.json_keys import without_duplicates
+
 from ._dump import plain_config, yaml_document
 from ._schema import FileSchema
 from ._strict import StrictModel
 
-__all__ = ["ConfigFile"]
+__all__ = ["ConfigFile", "read_json", "read_yaml"]
 
 
 class ConfigFile(StrictModel):
@@ -65,23 +67,18 @@ class ConfigFile(StrictModel):
         return cls.model_validate(dict(section))
 
     @classmethod
-    def from_yaml(cls, yaml_input: str | Path | IO[str] | IO[bytes]) -> Self | None:
+    def from_yaml(cls, yml: str | Path | IO[str] | IO[bytes]) -> Self | None:
         """Build a config from YAML; an empty document gives a warning and None.
 
         Args:
-            yaml_input: path, or open file, or YAML text of more than one line.
+            yml: path, or open file, or YAML text of more than one line.
 
         Raises:
             ValueError: the document is not a mapping.
-            yaml.YAMLError: the document is not YAML.
+            yaml.YAMLError: the document is not YAML, or names a key twice.
         """
-        place = _place(yaml_input, "\n")
-        loader = _Loader(_read(yaml_input, "\n"))  # a SafeLoader
-        loader.name = place or loader.name  # what errors say
-        try:
-            content = loader.get_single_data()
-        finally:
-            loader.dispose()
+        place = _place(yml, "\n")
+        content = read_yaml(_read(yml, "\n"), place)
         if content is None:
             warnings.warn(f"The YAML document for {cls.__name__} is empty; no config is built.", stacklevel=2)
             return None
@@ -98,9 +95,9 @@ class ConfigFile(StrictModel):
             json_input: path, or open file, or JSON text that starts with ``{``.
 
         Raises:
-            ValueError: the document is not JSON, or not an object.
+            ValueError: the document is not JSON, names a key twice, or is not an object.
         """
-        content = json.loads(_read(json_input, "{"))
+        content = read_json(_read(json_input, "{"))
         if not isinstance(content, dict):
             raise ValueError(f"Invalid JSON: expected an object, got {type(content).__name__}.")
         return cls.from_dict(content)
@@ -141,6 +138,29 @@ class ConfigFile(StrictModel):
             "additionalProperties": False,
             "$defs": definitions,
         }
+
+
+def read_yaml(text: str | bytes, place: str | None = None) -> Any:
+    """Return the content of a YAML document; ``place`` is what errors call it.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or a mapping names a key twice.
+    """
+    loader = _Loader(text)  # a SafeLoader
+    loader.name = place or loader.name
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the content of a JSON document.
+
+    Raises:
+        ValueError: it is not JSON, or an object names a key twice.
+    """
+    return json.loads(text, object_pairs_hook=without_duplicates)
 
 
 def _read(source: str | Path | IO[str] | IO[bytes], text_mark: str) -> str | bytes:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bitwright.artifact.artifact import make_empty_directory
+from bitwright._utils.files import make_empty_directory
 
 __all__ = ["MappedFiles"]
+
+_LONGEST_NAME = 200
+"""Characters, with room for a number and the ending: file systems take 255 bytes."""
 
 
 class MappedFiles:
@@ -39,7 +43,7 @@ class MappedFiles:
         self._written: list[Path] = []
 
     def store(self, module: nn.Module, name: str) -> None:
-        """Write a module's buffers to ``<name>.safetensors`` and replace them by views of the file."""
+        """Write a module's buffers to a file and replace them by views of it; see :meth:`store_tensors`."""
         tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         mapped = self.store_tensors({key: _plain(value) for key, value in tensors.items()}, name)
         for key, value in tensors.items():
@@ -48,12 +52,21 @@ class MappedFiles:
             owner._buffers[attribute] = _like(value, mapped[key])
 
     def store_tensors(self, tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-        """Write tensors to ``<name>.safetensors`` and return views of the file."""
-        path = self._directory / f"{name}.safetensors"
+        """Write tensors to a file and return views of it.
+
+        The file is ``<name>.safetensors``, with what is no letter, digit or ``-._~`` as ``%`` and two digits; long
+        names are cut, and a number is added to one that is taken, on disks that know no small letters too.
+        """
+        path = self._directory / f"{self._file_name(name)}.safetensors"
         self._written.append(path)
         save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, str(path))
         mapped: dict[str, torch.Tensor] = load_file(str(path))
         return mapped
+
+    def _file_name(self, name: str) -> str:
+        quoted = quote(name, safe="")[:_LONGEST_NAME]
+        taken = {path.stem.lower() for path in self._written}
+        return f"{quoted}-{len(self._written)}" if quoted.lower() in taken else quoted
 
     def discard(self) -> None:
         """Delete what was written."""

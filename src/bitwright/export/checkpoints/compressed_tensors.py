@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from bitwright._utils.files import new_directory_atomically
 from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
-from bitwright.artifact.artifact import make_empty_directory
 from bitwright.formats import pack
 
 from .integers import signed_codes
@@ -55,6 +55,7 @@ def export_compressed_tensors(
     Raises:
         ValueError: activations are quantized, or a weight cannot be held; lists all of them.
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+        TypeError: ``config`` holds what JSON does not; names the key.
         NotADirectoryError: ``directory`` is a file.
         FileExistsError: it is not empty.
     """
@@ -65,14 +66,15 @@ def export_compressed_tensors(
             f"quantized, such as {next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and "
             "op_output_spec=None."
         )
-    linear = linear_weights(model)
+    linear = linear_weights(model, artifact.aliases)
+    packable = linear - {name for alias, name in artifact.aliases.items() if alias not in linear}
     tensors: dict[str, torch.Tensor] = {}
     schemes: dict[str, _Scheme] = {}
     refused: list[str] = []
     rounded: list[str] = []
     for name in artifact:
         tensor = artifact[name]
-        problem = unsupported_weight(tensor, name in linear)
+        problem = unsupported_weight(tensor, name in packable) or _unreadable(tensor)
         if not isinstance(tensor, QuantizedTensor) or problem:
             if problem and not allow_dense:
                 refused.append(f"{name}: {problem}")
@@ -81,7 +83,7 @@ def export_compressed_tensors(
         scheme, form, parts = _entry(tensor)
         if form != "mxfp4-pack-quantized" and not torch.equal(tensor.scale().to(tensor.dtype).float(), tensor.scale()):
             rounded.append(name)
-        path = name.removesuffix(".weight") if "." in name else ""
+        path = _layer(name)
         tensors |= {f"{path}.{part}" if path else part: value for part, value in parts.items()}
         schemes.setdefault(_key(scheme, form), (scheme, form, []))[2].append(path)
     if refused:
@@ -91,15 +93,16 @@ def export_compressed_tensors(
     _warn(rounded, len(schemes))
     for alias, name in artifact.aliases.items():
         tensors.update(_aliased(alias, name, tensors))
-    folder = Path(directory)
-    make_empty_directory(folder)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    _add_aliases(schemes, artifact)
     quantized = {path for _, _, paths in schemes.values() for path in paths}
-    ignored = sorted({n.rpartition(".weight")[0] for n in linear} - quantized - _alias_paths(artifact, quantized))
+    ignored = sorted({_layer(name) for name in linear} - quantized)
     described = dict(config) if config is not None else _config_of(model)
     described["quantization_config"] = _quantization_config(list(schemes.values()), ignored)
-    (folder / "config.json").write_text(json.dumps(described, indent=2))
-    return folder
+    text = _json(described)
+    with new_directory_atomically(directory) as folder:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(text)
+    return Path(directory)
 
 
 def _warn(rounded: list[str], schemes: int) -> None:
@@ -161,6 +164,23 @@ def unsupported_weight(tensor: CompressedTensor[Any], linear: bool) -> str | Non
     if strategy == "group" and layout.number_format.kind == "float" and layout.format != _FP4:
         return "FP8 weights have scales per tensor, channel or two-dimensional block there"
     return None
+
+
+def _unreadable(tensor: CompressedTensor[Any]) -> str | None:
+    """Return why the library could not read a weight that its format can hold; None if it can.
+
+    ``unpack_from_int32`` transposes zero points to ``[groups, words]`` and views words of 4-bit codes as bytes. Where
+    the zero points of a group are one word, ``contiguous()`` keeps the stride of a column, and the view fails.
+    """
+    if not isinstance(tensor, QuantizedTensor) or not tensor.layout.has_zero_points:
+        return None
+    (rows, groups), bits = tensor.layout.counts, tensor.layout.number_format.bits
+    if bits != 4 or rows * bits > 32 or groups == 1 or signed_codes(tensor).is_symmetric:
+        return None
+    return (
+        f"its library cannot read zero points of 4 bits for several groups in a layer of {rows} outputs, which are one "
+        "word; use the symmetric scheme, one zero point for each output, or other bits"
+    )
 
 
 def _entry(tensor: QuantizedTensor) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
@@ -231,12 +251,16 @@ def _aliased(alias: str, name: str, tensors: Mapping[str, torch.Tensor]) -> dict
     return {f"{other}{part}": tensors[f"{stem}{part}"].clone() for part in parts if f"{stem}{part}" in tensors}
 
 
-def _alias_paths(artifact: Artifact, quantized: set[str]) -> set[str]:
-    return {
-        alias.removesuffix(".weight")
-        for alias, name in artifact.aliases.items()
-        if name.removesuffix(".weight") in quantized
-    }
+def _layer(name: str) -> str:
+    """Path of the layer whose ``weight`` is called ``name``."""
+    return name.rpartition(".")[0]
+
+
+def _add_aliases(schemes: Mapping[str, _Scheme], artifact: Artifact) -> None:
+    """Count layers with a tied weight to the layers of its first name: loaders look each of them up."""
+    for _, _, paths in schemes.values():
+        weights = {f"{path}.weight" if path else "weight" for path in paths}
+        paths += [_layer(alias) for alias, name in artifact.aliases.items() if name in weights]
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -245,6 +269,18 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     if described:
         described["architectures"] = [type(model).__name__]
     return described
+
+
+def _json(described: Mapping[str, Any]) -> str:
+    for key, value in described.items():
+        try:
+            json.dumps({key: value})
+        except TypeError as error:
+            raise TypeError(
+                f"config[{key!r}] is {value!r}, which JSON does not hold ({error}); write it as text, for a dtype "
+                "'float32'."
+            ) from error
+    return json.dumps(described, indent=2)
 
 
 def _quantization_config(schemes: list[_Scheme], ignored: list[str]) -> dict[str, Any]:

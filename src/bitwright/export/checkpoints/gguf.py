@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.export.extras import require
 from bitwright.formats import encode
@@ -23,6 +24,25 @@ BLOCK = 32
 _FP4 = "float4_e2m1fn_x2"
 _SIGNED = (("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 128))
 _WITH_MINIMUM = (("Q4_1", 15), ("Q5_1", 31))
+
+
+_DENSE = {
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bool: torch.int8,
+    torch.int8: torch.int8,
+    torch.uint8: torch.int16,
+    torch.int16: torch.int16,
+    torch.uint16: torch.int32,
+    torch.int32: torch.int32,
+    torch.uint32: torch.int64,
+    torch.int64: torch.int64,
+}
+"""Dtypes that ggml has a type for, and the smallest of those for others, without loss."""
 
 
 def export_gguf(
@@ -39,7 +59,8 @@ def export_gguf(
 
     Integers become ``Q4_0``, ``Q5_0`` or ``Q8_0``, whichever is the smallest that holds ``code - zero_point``; the
     ``minval`` formulation becomes ``Q4_1`` or ``Q5_1``, FP4 with power-of-two scales ``MXFP4``. All have blocks of 32
-    along the last dimension; larger blocks of ours are written as several with equal scales.
+    along the last dimension; larger blocks of ours are written as several with equal scales. What is not compressed
+    keeps its numbers: ``F16``, ``F32`` (bfloat16 and FP8 too), ``F64``, and the signed integers that hold its integers.
 
     Args:
         model: prepared, weights only. Not changed.
@@ -57,7 +78,8 @@ def export_gguf(
 
     Raises:
         MissingExtraError: the gguf library is not installed.
-        ValueError: activations are quantized, or a weight cannot be held; lists all of them.
+        ValueError: activations are quantized, or a tensor cannot be held, which no option changes for complex numbers
+            and uint64; lists all of them.
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
     """
     gguf = require("gguf", "gguf", "Export to GGUF")
@@ -68,26 +90,35 @@ def export_gguf(
             f"{next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and op_output_spec=None."
         )
     encoded: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
-    refused = []
+    refused, without_type = [], []
     for name in artifact:
         tensor = artifact[name]
         kind, problem = type_of(tensor, round_scales)
         if problem and not allow_dense:
             refused.append(f"{name}: {problem}")
-        encoded[name] = (kind, _ENCODERS[kind](tensor)) if kind else _dense(tensor.decode())
+        if not kind and tensor.dtype not in _DENSE:
+            without_type.append(f"{name}: {str(tensor.dtype).removeprefix('torch.')}")
+            continue
+        encoded[name] = (kind, _ENCODERS[kind](tensor) if kind else _dense(tensor.decode()))
+    if without_type:
+        raise ValueError(
+            f"GGUF has no type for the numbers of {', '.join(without_type)}; store them as real or signed numbers, or "
+            "register them with persistent=False."
+        )
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"GGUF cannot hold these weights exactly (allow_dense=True keeps them dense):\n{listed}")
-    writer = gguf.GGUFWriter(str(path), architecture)
-    for key, value in (metadata or {}).items():
-        writer.add_key_value(key, value, _value_type(gguf, value))
-    for name, (kind, array) in encoded.items():
-        stored = None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(rename(name) if rename else name, array, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with new_file_atomically(path) as part:
+        writer = gguf.GGUFWriter(part, architecture)
+        for key, value in (metadata or {}).items():
+            writer.add_key_value(key, value, _value_type(gguf, value))
+        for name, (kind, array) in encoded.items():
+            stored = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
+            writer.add_tensor(rename(name) if rename else name, array, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     return Path(path)
 
 
@@ -98,10 +129,9 @@ def _value_type(gguf: Any, value: Any) -> Any:
     return gguf.GGUFValueType[kinds[type(value)]]
 
 
-def _dense(values: torch.Tensor) -> tuple[str, np.ndarray[Any, Any]]:
-    if values.dtype == torch.float16:
-        return "F16", values.numpy()
-    return "F32", values.float().numpy()
+def _dense(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = values.to(_DENSE[values.dtype]).numpy()
+    return array
 
 
 def type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str | None]:

@@ -18,16 +18,21 @@ _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", 
 
 
 def read_gguf(path: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a GGUF file by name, dequantized to float32 by the gguf library.
+    """Return the tensors of a GGUF file by name, dequantized to float32 by the gguf library; integers and float64 as
+    they are.
 
     Raises:
         MissingExtraError: the gguf library is not installed.
     """
     gguf = require("gguf", "gguf", "Reading GGUF files")
     return {
-        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(str(path)).tensors
+        tensor.name: torch.from_numpy(_numbers(gguf, tensor).copy()) for tensor in gguf.GGUFReader(str(path)).tensors
     }
+
+
+def _numbers(gguf: Any, tensor: Any) -> Any:
+    plain = tensor.tensor_type.name in ("I8", "I16", "I32", "I64", "F64")
+    return tensor.data if plain else gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
 def read_compressed_tensors(directory: str | Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,18 +27,21 @@ def artifact_of_weights(model: nn.Module) -> Artifact:
     return Artifact.from_model(model)
 
 
-def linear_weights(model: nn.Module) -> set[str]:
+def linear_weights(model: nn.Module, aliases: Mapping[str, str]) -> set[str]:
     """Return the names of the weights that linear layers multiply with; in a graph, that ``linear`` ops alone do.
 
-    Loaders of checkpoints look for what belongs to a layer's ``weight``, so that parameters of other names, such as the
-    ``in_proj_weight`` of ``nn.MultiheadAttention``, are none of them.
+    A graph reads one name of a tied weight; ``aliases`` has the others, to that one. Loaders of checkpoints look for
+    what belongs to a layer's ``weight``, so that parameters of other names, such as the ``in_proj_weight`` of
+    ``nn.MultiheadAttention``, are none of them.
     """
     if not (is_prepared_graph(model) and isinstance(model, fx.GraphModule)):
-        paths = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+        paths = (path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear))
         return {f"{path}.weight" if path else "weight" for path in paths}
     linear = {_source(node.args[1]) for node in model.graph.find_nodes(op="call_function", target=_LINEAR)}
     looked_up = {_source(node.args[0]) for node in model.graph.find_nodes(op="call_function", target=_EMBEDDING)}
-    return {name for name in linear - looked_up if name.rpartition(".")[2] == "weight"}
+    names = linear - looked_up
+    names |= {alias for alias, name in aliases.items() if name in names}
+    return {name for name in names if name.rpartition(".")[2] == "weight"}
 
 
 def _source(node: Any) -> str:
