@@ -291,6 +291,22 @@ def test_mapped_files(mode, name, tmp_path):
         assert not live.untyped_storage().resizable()
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_any_name_of_a_module_names_a_file(mode, tmp_path):
+    """Names that are paths, are too long for a file, or are the same on disks that know no small letters."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name in ("x/y", "/z", "Q", "q", "n" * 250, "n" * 251):
+        model.add_module(name, nn.Linear(32, 32))
+    x = torch.randn(2, 32)
+    expected = prepared(model.eval(), x, W8, mode=mode)[0].finalize(backend="coreai")(x)
+    final = prepared(model, x, W8, mode=mode)[0].finalize(backend="coreai", mmap_dir=str(tmp_path / "deep" / "maps"))
+    assert torch.equal(final(x), expected)
+    files = [path.name.lower() for path in (tmp_path / "deep" / "maps").iterdir()]
+    assert len(set(files)) == 6
+    assert [path.name for path in tmp_path.rglob("*") if path.parent.name != "maps"] == ["deep", "maps"]
+
+
 def test_mapped_files_are_refused_where_they_cannot_go(tmp_path):
     model, x = built(Mlp)
     (tmp_path / "file").write_text("")

@@ -211,3 +211,13 @@ class RotatedWhole(nn.Module):
 def test_nothing_behind_a_tensor(mode, tmp_path):
     """The runtime takes a tensor without elements, of dynamic sizes, for one with some, or ends the process."""
     _check(RotatedWhole, "w8a8", mode, BATCH, [(2, 5, 16), (1, 5, 16), (3, 5, 16)], tmp_path)
+
+
+def test_graphs_with_nothing_quantized_take_other_sizes(tmp_path):
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval(), torch.randn(4, 16)
+    shapes = ({0: torch.export.Dim("rows", min=1, max=16)},)
+    ready = Quantizer(model, QuantizerConfig(global_config=None)).prepare((x,), dynamic_shapes=shapes).eval()
+    path = export_coreai(ready, (x,), tmp_path / "model.aimodel", dynamic_shapes=shapes)
+    more = torch.randn(7, 16)
+    with torch.no_grad():
+        assert sqnr(ready(more), run_coreai(path, (more,))[0]) > 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 
 pytest.importorskip("coreai_torch")
 
@@ -161,6 +162,11 @@ FUNCTIONS = {
     "averages of integers at places": lambda x, i: (
         torch.zeros_like(i).scatter_reduce(1, i, (x * 9).long()[..., 0], "mean")[..., None] * x
     ),
+    "a norm of third powers": lambda x, i: F.normalize(x, p=3) + torch.linalg.vector_norm(x, 4),
+    "attention without heads under a mask for each": lambda x, i: (
+        F.scaled_dot_product_attention(x, x.flip(1), x, attn_mask=i[:, :, None] >= i[:, None])
+        + F.scaled_dot_product_attention(x, x, x.flip(1), attn_mask=(i[:, :, None] - i[:, None]).float())
+    ),
     "products of three": lambda x, i: F.bilinear(x, x.flip(1), ROWS[:4].view(1, 4, 4)),
 }
 WEIGHT = torch.linspace(-1, 1, 12).view(4, 3)
@@ -199,6 +205,20 @@ def test_right_in_the_runtime(names, tmp_path):
     with torch.no_grad():
         expected = ready(*example)
     assert_alike(names, expected, run_coreai(export_coreai(ready, example, tmp_path / "model.aimodel"), example))
+
+
+class Scanned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return scan(lambda total, row: (total + row, total * row), torch.zeros(4), self.layer(x))[1]
+
+
+def test_operators_on_graphs_that_are_lacking_are_named():
+    (problem,) = check_operators(Scanned().eval(), "coreai", (torch.randn(5, 4),))
+    assert "no translation of the operator scan" in problem.message
 
 
 POOLS = {

@@ -65,3 +65,17 @@ def test_codes_do_not_get_into_a_pool_behind_what_moves_them(name, tmp_path):
         ready(x)
     path = export_onnx(ready.eval(), (x,), tmp_path / "model.onnx")
     assert compare_codes(ready, path, (x,)).file_error < 1e-4
+
+
+def test_averages_in_windows_are_those_of_the_model(tmp_path):
+    """Many of three or four codes lie half-way between two codes, where the integer pool rounds otherwise."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 169)
+    model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.AvgPool1d(4, 3)).eval()
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="graph"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        ready(x)
+    with torch.no_grad():
+        expected = ready.eval()(x)
+    assert torch.equal(run_onnx(export_onnx(ready, (x,), tmp_path / "model.onnx"), (x,))[0], expected)

@@ -116,7 +116,7 @@ def places_by_operator(calls: Iterable[fx.Node]) -> dict[str, list[str]]:
     """Return the paths of the modules that make some calls, by the operator that the model has there."""
     places: dict[str, list[str]] = {}
     for node in calls:
-        places.setdefault(str(node.meta.get("original_aten", node.target)), []).append(module_path(node))
+        places.setdefault(str(node.meta.get("original_aten") or node.target), []).append(module_path(node))
     return places
 
 
@@ -305,4 +305,7 @@ def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
 
     twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
     found = GraphSimulators.of(twin)
-    return finalize_graph(twin, backend) if found.weights or found.activations else twin
+    if found.weights or found.activations:
+        return finalize_graph(twin, backend)
+    twin.recompile()
+    return twin

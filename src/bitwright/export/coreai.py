@@ -257,6 +257,8 @@ def _decompositions(calls: Iterable[torch.fx.Node]) -> Iterator[tuple[Any, Any]]
     """What to make of operators: ours; or PyTorch's decompositions of them, and of its primitives what they compute."""
     for node in calls:
         op: Any = node.target
+        if isinstance(op, torch._ops.HigherOrderOperator):
+            continue
         ours = LACKING.get(op) or LACKING_BASICS.get(op)
         if ours is not None:
             yield op, ours
@@ -270,10 +272,13 @@ def _decompositions(calls: Iterable[torch.fx.Node]) -> Iterator[tuple[Any, Any]]
 
 
 def _lacking(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    """Calls of PyTorch's operators that coreai-torch's registry lacks."""
-    registry = require("coreai_torch._aten_to_core", "coreai", "Export to Core AI")._aten_to_core_resolver
+    """Calls of PyTorch's operators, on graphs too, that coreai-torch's registries lack."""
+    module = require("coreai_torch._aten_to_core", "coreai", "Export to Core AI")
+    registry, of_graphs = module._aten_to_core_resolver, module._higher_order_resolver
     lacking = []
     for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) not in of_graphs:
+            lacking.append(node)
         op = str(node.target)
         of_torch = node.op == "call_function" and op.startswith(("aten.", "prims."))
         if of_torch and not op.startswith(_REMOVED) and op.removeprefix("aten.") not in registry:

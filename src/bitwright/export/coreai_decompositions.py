@@ -474,6 +474,21 @@ def _power(x: Tensor, exponent: float) -> Any:
     return NotImplemented if whole else torch.pow(x.float(), exponent)
 
 
+def _norm(
+    x: Tensor,
+    ord: Any = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """A norm of rows, whose power coreai-torch wants to be a float."""
+    norm = _aten.linalg_vector_norm.default
+    if isinstance(ord, int):
+        return norm(x, float(ord), dim, keepdim, dtype=dtype)
+    return _of_rows(norm)(x, ord, dim, keepdim, dtype=dtype)
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -485,9 +500,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention whose result has another shape than its queries, or that has no heads, which coreai-torch refuses."""
+    """Attention whose result has another shape than its queries, or that has no heads, which coreai-torch refuses.
+
+    So it does where queries of three dimensions have a mask of as many.
+    """
     sizes = [tensor.shape[:-2] for tensor in (query, key, value, attn_mask) if tensor is not None]
     broadcast = torch.Size() if enable_gqa else torch.broadcast_shapes(*sizes)  # type: ignore[no-untyped-call]
+    if query.dim() == 3 and attn_mask is not None:
+        batch = [tensor.unsqueeze(0) for tensor in (query, key, value, attn_mask)]
+        attend = _aten.scaled_dot_product_attention.default
+        return attend(*batch, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     if query.dim() > 2 and value.shape[-1] == query.shape[-1] and (enable_gqa or broadcast == sizes[0]):
         return NotImplemented
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -513,7 +535,7 @@ def _is_mask(index: Tensor) -> bool:
 
 _COMPARISONS = [getattr(_aten, name).Scalar for name in ("eq", "ne", "gt", "ge", "lt", "le")]
 _REDUCTIONS = [
-    _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.linalg_vector_norm.default, _aten.max.default,
+    _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.max.default,
     _aten.mean.default, _aten.mean.dim, _aten.min.default, _aten.prod.default, _aten.prod.dim_int,
     _aten.sum.dim_IntList,
 ]  # fmt: skip
@@ -535,6 +557,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.gather.default: _gather,
     _aten.index.Tensor: _index,
     _aten.index_put.default: _index_put,
+    _aten.linalg_vector_norm.default: _norm,
     _aten.max_pool2d_with_indices.default: _max_pool,
     _aten.mul.Tensor: _multiply,
     _aten.pow.Tensor_Scalar: _power,

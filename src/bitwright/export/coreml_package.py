@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from bitwright.artifact.artifact import make_empty_directory
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.program.graph import plain_attention
+from bitwright.program.protect import preserved_state
 
 from .conversion import OTHER_OPERATOR, converting, finalized_copy, module_path, refuse_missing
 from .coreml import Dequantize
@@ -22,6 +23,7 @@ from .coreml_ops import register_missing_ops
 from .coreml_weights import NO_BFLOAT16
 from .devices import all_on_cpu
 from .extras import require
+from .signatures import warn_of_lost_states
 
 __all__ = ["check_coreml_operators", "compressed_constants", "export_coreml"]
 
@@ -134,8 +136,13 @@ def check_coreml_operators(
 
 
 def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    with converting("torch.jit.trace"), plain_attention():
+    with converting("torch.jit.trace"), plain_attention(), preserved_state(model):
+        before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
         traced: Any = torch.jit.trace(model, _wide(inputs), check_trace=False)  # type: ignore[no-untyped-call]
+        after = dict(model.named_buffers())
+        written = [name for name, (buffer, version) in before.items()
+                   if after.get(name) is not buffer or buffer._version != version]  # fmt: skip
+        warn_of_lost_states([name.removeprefix("inner.") for name in written], "a Core ML package")
     _replace_copies(traced)
     register_missing_ops()
     return traced

@@ -23,7 +23,7 @@ from .coreai import check_coreai_operators
 from .coreml_package import check_coreml_operators
 from .executorch import check_executorch_operators
 from .onnx.tracing import check_onnx_operators
-from .signatures import refuse_numbers
+from .signatures import refuse_numbers, warn_of_lost_states, written_states
 from .specimens import specimens
 from .targets import target_named
 from .uncompressed import float_copy
@@ -96,6 +96,8 @@ def _check_program(
         return
     if check in _TENSORS_ONLY:
         refuse_numbers(program, _TENSORS_ONLY[check])
+    if check is check_onnx_operators:
+        warn_of_lost_states(written_states(program), "an ONNX file")
     if not dynamic_shapes:
         with contextlib.suppress(Exception):  # whatever it is, the whole program tells
             check(specimens(program))

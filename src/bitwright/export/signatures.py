@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
+from bitwright.errors import BitwrightWarning
 from bitwright.planning import Problem, Severity
 
 from .conversion import ConversionError
@@ -23,6 +26,8 @@ __all__ = [
     "only_tensors",
     "refuse_numbers",
     "tensors_apart",
+    "warn_of_lost_states",
+    "written_states",
     "written_tensors",
 ]
 
@@ -161,6 +166,41 @@ def forget_written_parameters(program: torch.export.ExportedProgram) -> list[str
     output.args = (tuple(value for value, _ in pairs),)
     signature.output_specs[:] = [spec for _, spec in pairs]
     return written
+
+
+def written_states(program: torch.export.ExportedProgram) -> list[str]:
+    """Return the names of the buffers and parameters that a program writes to, except for those that it only fills.
+
+    Args:
+        program: from ``torch.export``, or decomposed since.
+    """
+    signature = program.graph_signature
+    in_place = {node.name for node in written_tensors(program.graph)}
+    as_outputs = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    states = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if any(map(_reads, node.users))}
+    return [state for name, state in states.items() if name in read and (name in in_place or state in as_outputs)]
+
+
+def _reads(node: fx.Node) -> bool:
+    return node.target is not torch.ops.aten.copy_.default
+
+
+def warn_of_lost_states(names: Sequence[str], form: str) -> None:
+    """Warn of what a model writes to for its next call, where a file does not keep it.
+
+    Args:
+        names: of the buffers and parameters; nothing is said of none.
+        form: what the file is called.
+    """
+    if names:
+        warnings.warn(
+            f"The model writes to its state {', '.join(map(repr, names))} when it is called, and {form} keeps nothing "
+            "for the next call: each call begins with the values at export. Let the model take such tensors as inputs "
+            "and return the new ones, or write it for ExecuTorch or Core AI, whose files have states.",
+            BitwrightWarning,
+            stacklevel=2,
+        )
 
 
 def _outputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:

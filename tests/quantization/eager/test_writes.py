@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
 
+from bitwright.errors import BitwrightWarning
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
@@ -81,7 +83,9 @@ def test_models_that_write_through_views_are_exported(write, kind, tmp_path):
     prepared = quantizer.prepare((x,))
     with quantizer.calibration_mode(), torch.no_grad():
         prepared(x)
-    (onnx,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
+    kept = pytest.warns(BitwrightWarning, match="'state'.*keeps nothing for the next call")
+    with kept if kind == "buffer" else contextlib.nullcontext():
+        (onnx,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
     path = export_coreai(prepared, (x,), tmp_path / "m.aimodel")
     states: dict[str, torch.Tensor] = {}
     run_coreai(path, (x,), states)

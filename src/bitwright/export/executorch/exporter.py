@@ -301,5 +301,14 @@ def _lowered(program: torch.export.ExportedProgram, partitioners: list[Any]) -> 
     exir = importlib.import_module("executorch.exir")
     with less_repetition():
         edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
+        _keep_states(edge.exported_program())
         content: bytes = edge.to_executorch().buffer
     return content
+
+
+def _keep_states(program: torch.export.ExportedProgram) -> None:
+    """Have the values of buffers that a program writes to stored in its file, of which ExecuTorch keeps the shapes."""
+    buffers, written = program.graph_signature.inputs_to_buffers, program.graph_signature.buffers_to_mutate.values()
+    for node in program.graph.find_nodes(op="placeholder"):
+        if buffers.get(node.name) in written:
+            node.meta["et_init_buffer"] = True

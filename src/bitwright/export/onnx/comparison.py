@@ -24,6 +24,7 @@ from bitwright.export.coreai_activations import activation_operands
 from bitwright.export.devices import all_on_cpu
 from bitwright.export.lowering import lower
 from bitwright.program.aten_names import is_in_place
+from bitwright.program.protect import preserved_state
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .runtime import run_with_codes
@@ -130,12 +131,12 @@ def compare_codes(
     twin = lower(model, _Decoded, replay).model
     if codes:
         raise ValueError(f"The model has no activations {sorted(codes)}; {str(path)!r} was written from another one.")
-    with torch.no_grad():
+    with preserved_state(twin):  # which shares its buffers with the model
         twin(*inputs, **kwargs)
-        for stand_in in stand_ins:
-            stand_in.start_exact_run()
-        with _exact_sums():
-            twin(*inputs, **kwargs)
+    for stand_in in stand_ins:
+        stand_in.start_exact_run()
+    with preserved_state(twin), _exact_sums():
+        twin(*inputs, **kwargs)
     return CodeReport(tuple(row for stand_in in stand_ins for row in stand_in.rows))
 
 
@@ -144,7 +145,7 @@ class _Decoded(nn.Module):
 
     def __init__(self, _: str, tensor: CompressedTensor[Any]) -> None:
         super().__init__()
-        self.register_buffer("value", tensor.decode(), persistent=False)
+        self.value = tensor.decode()
 
     def forward(self, _: torch.Tensor | None = None) -> Any:
         return self.value

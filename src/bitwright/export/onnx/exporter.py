@@ -15,6 +15,7 @@ from bitwright.export.conversion import converting
 from bitwright.export.devices import all_on_cpu
 from bitwright.export.extras import require
 from bitwright.export.lowering import LoweredModel, lower
+from bitwright.export.signatures import warn_of_lost_states, written_states
 from bitwright.program.export_errors import not_a_tuple
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -104,6 +105,8 @@ def export_onnx(
         lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=needed if opset is None else opset,
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
+    if program.exported_program is not None:
+        warn_of_lost_states(written_states(program.exported_program), "an ONNX file")
     _fill_in(program, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)

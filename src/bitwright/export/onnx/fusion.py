@@ -5,7 +5,8 @@ with 8-bit weights with one scale for each output only; beside float activations
 activations to 8 bits unless a session option forbids it. A maximum of one input does nothing but keep the two apart.
 
 Its softmax on codes adds rounded exponentials, and is off by a code in one of eight places. Its average pool on codes
-divides by the whole window where one reaches beyond the border (``ceil_mode``).
+rounds ties, which averages often are, to other codes than PyTorch's sums of floats, and divides by the whole window
+where one reaches beyond the border (``ceil_mode``).
 
 Between quantized activations it rounds weights that are floats, or that it can compute beforehand (palettes, FP4), to 8
 bits of its own choice. What is computed beforehand passes through a maximum, so there the activation gets one.
@@ -143,15 +144,7 @@ def _lacks_kernel(user: Any) -> bool:
     """Whether codes must not get into a reader, or into one behind it, since the optimizer moves a tensor's codes."""
     if user.op_type in _MOVES:
         return any(_lacks_kernel(use.node) for use in user.outputs[0].uses())
-    return user.op_type in ("Softmax", "ConvTranspose") or _reaches_beyond(user)
-
-
-def _reaches_beyond(pool: Any) -> bool:
-    """Whether windows of an average pool may reach beyond the padded border, whose padding counts."""
-    counts = ("ceil_mode", "count_include_pad")
-    return pool.op_type == "AveragePool" and all(
-        name in pool.attributes and pool.attributes[name].value for name in counts
-    )
+    return user.op_type in ("AveragePool", "ConvTranspose", "Softmax")
 
 
 def _misfit_of_weight(weight: Any, user: Any, position: int) -> bool:

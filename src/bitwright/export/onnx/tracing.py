@@ -27,15 +27,19 @@ from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.signatures import refuse_numbers
 from bitwright.program.dynamic_marks import inputs_unmarked
+from bitwright.program.export_errors import sizes_refused
 from bitwright.program.input_shapes import each_input_named
 
 from .kernels import check_kernels
 from .optimizer import exact_constants
+from .recurrent import PROJECTED
 from .sizes import sizes_as_asked
 from .torchlib import registry_kept, torchs_registry
 from .translations import translations
 
 __all__ = ["MIN_OPSET", "check_onnx_operators", "traced"]
+
+_RECURRENT = (torch.ops.aten.gru.input, torch.ops.aten.lstm.input)
 
 MIN_OPSET = 18
 """The version of the operator set that models are written in which need no later one."""
@@ -108,7 +112,7 @@ def _traced(
             )
             program: Any = captured_again_if_corrected(export)
             _register_constants(program.model.graph)
-        if not isinstance(model, nn.Module) or not (fixed or (dynamic_shapes and _was_captured_strictly(program))):
+        if not isinstance(model, nn.Module) or not (fixed or (dynamic_shapes and _assumes_sizes(program))):
             return program
     except ConversionError as error:
         exported: Any = model
@@ -126,15 +130,22 @@ def _traced(
         raise
     try:
         return _traced_as_captured(captured(model, args, kwargs, dynamic_shapes), dynamic_shapes, options)
-    except ConversionError:
-        if fixed:
+    except ConversionError as error:
+        if fixed or sizes_refused(error):
             raise
         return program
 
 
-def _was_captured_strictly(program: Any) -> bool:
-    """Whether torch.onnx had torch.export look into Python code, which assumes more of sizes than it says."""
-    return getattr(program, "_capture_strategy", None) == "TorchExportStrictStrategy"
+def _assumes_sizes(program: Any) -> bool:
+    """Whether torch.onnx may have captured a program that holds for fewer sizes than it says.
+
+    So it does where it has torch.export look into Python code, and where recurrent layers begin with a given state:
+    their results have as many steps as the example's.
+    """
+    if getattr(program, "_capture_strategy", None) == "TorchExportStrictStrategy":
+        return True
+    exported = program.exported_program
+    return exported is not None and any(node.target in _RECURRENT for node in exported.graph.nodes)
 
 
 def _written(
@@ -150,7 +161,7 @@ def _written(
         return without
     if spell_out_experts(program.graph_module):
         return program
-    if (without := without_lacking(program, LACKING)) is not None:
+    if (without := without_lacking(program, {**LACKING, **PROJECTED})) is not None:
         return without
     lacking = _lacking(program)  # some, such as lgamma, are another operator by then
     missing = {str(op) for node in lacking for op in (node.target, node.meta.get("original_aten"))}

@@ -15,6 +15,7 @@ from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, product
 from .losses import cross_entropy
 from .norms import batch_norm
 from .pools import average_pool
+from .recurrent import lstm
 from .resizing import ANTIALIASED, antialiased
 from .shapes import SQUEEZES
 from .sorts import sort_stably
@@ -41,6 +42,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.cross_entropy_loss.default: cross_entropy(opset),
         aten.einsum.default: product_by_index(opset),
         aten.embedding_bag.padding_idx: embedding_bag,
+        aten.lstm.input: lstm(opset),
         aten.scatter_reduce.two: scattered(opset),
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
