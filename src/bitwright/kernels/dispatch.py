@@ -1,8 +1,9 @@
 """The kernels that the rest of the package calls: each runs in the fastest form that fits its tensors.
 
 Plain CPU tensors go to the fused CPU form, CUDA tensors to the fused CUDA form. The reference runs for everything else:
-tensor subclasses and fake tensors, other devices and dtypes, empty tensors, under function transforms, dispatch modes
-and tracing, and while ``torch.compile`` traces. ``torch.export`` sees the one operator ``bitwright::fake_quantize``.
+tensor subclasses and fake tensors, other devices and dtypes, empty tensors, under function transforms, forward-mode
+differentiation, dispatch modes and tracing, and while ``torch.compile`` traces. ``torch.export`` sees the one operator
+``bitwright::fake_quantize``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import reference
@@ -118,14 +120,22 @@ def form_of(x: torch.Tensor) -> Any:
 
 
 def is_plain_torch() -> bool:
-    """Return whether no dispatch mode, function transform or trace is in force."""
-    return not (_dispatch_depth() or _transforms_active() or _tracing_state() is not None)
+    """Return whether no dispatch mode, function transform, forward-mode differentiation or trace is in force."""
+    return not (
+        _dispatch_depth() or _transforms_active() or forward_ad._current_level >= 0 or _tracing_state() is not None
+    )
 
 
 def undisturbed() -> bool:
     """Return whether a plain tensor may go straight to a fused kernel here; ``form_of`` asks this and more."""
     # ``is_plain_torch`` without the call: this is asked before every small tensor.
-    return not (_reference_only or _dispatch_depth() or _transforms_active() or _tracing_state() is not None)
+    return not (
+        _reference_only
+        or _dispatch_depth()
+        or _transforms_active()
+        or forward_ad._current_level >= 0
+        or _tracing_state() is not None
+    )
 
 
 def ready_call(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from bitwright.formats import format_of, power_of_two_scale
 from bitwright.formats.rounding import round_to_format
@@ -228,9 +229,11 @@ def fake_quantize(
     Raises:
         ValueError: as ``quantize``.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
+    forward_mode = forward_ad._current_level >= 0
+    if forward_mode or (torch.is_grad_enabled() and x.requires_grad):
+        function = _StraightForward if forward_mode else _StraightThrough
         y: torch.Tensor
-        y, _ = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+        y, _ = function.apply(  # type: ignore[no-untyped-call]
             x, scale, zero_point, minval, block_size, grid
         )
         return y
@@ -282,6 +285,20 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return grad * mask, None, None, None, None, None
+
+
+class _StraightForward(_StraightThrough):
+    """The same in forward mode, for tangents; apart, because ``torch.compile`` refuses functions that have ``jvp``."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _StraightThrough.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, None]:
+        (mask,) = ctx.saved_tensors
+        return None if tangent is None else tangent * mask, None
 
 
 def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

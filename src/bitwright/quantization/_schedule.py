@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.hooks import RemovableHandle
 
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -32,7 +31,8 @@ class ScheduleDriver:
         self._schedules = dict(schedules)
         self._by_module = dict(by_module or {})
         self._dtypes: dict[str, torch.dtype] = {}
-        self._frozen: list[RemovableHandle] = []
+        self._due: set[str] = set()
+        self._frozen: list[_StayInEvaluation] = []
         self.step_count = 0
         #: Whether searched ranges of activations were measured by a calibration, and stay.
         self.measured = False
@@ -68,9 +68,9 @@ class ScheduleDriver:
 
     def release(self) -> None:
         """Let batch norms follow the mode of the model again."""
-        for handle in self._frozen:
-            handle.remove()
-        self._frozen.clear()
+        for frozen in self._frozen:
+            frozen.remove()
+        self._frozen, self._due = [], set()
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, FakeQuantizeImplBase, QATSchedule]]:
         for name, simulator in model.named_modules():
@@ -83,33 +83,51 @@ class ScheduleDriver:
             yield simulator, schedule
 
     def _apply_batch_norms(self, model: nn.Module) -> None:
-        due = [
+        due = {
             path
             for path, schedule in self._by_module.items()
             if schedule.freeze_batch_norm is not None and self.step_count >= schedule.freeze_batch_norm
-        ]
-        if not due or self._frozen:
-            return
-        for path, module in batch_norms(model):
-            if path in due:
-                hook = _StayInEvaluation()
-                handle = module.register_forward_pre_hook(hook)
-                hook.handle_id = handle.id
-                self._frozen.append(handle)
+        }
+        if due != self._due:
+            self._due = due
+            self._frozen = [_StayInEvaluation.of(module) for path, module in batch_norms(model) if path in due]
+        for frozen in self._frozen:
+            frozen.module.training = False
 
 
 class _StayInEvaluation:
-    """A hook that keeps a module in evaluation mode, whatever ``model.train()`` says."""
+    """Takes the place of a module's ``train``: the module stays in evaluation mode, its children follow.
 
-    handle_id: int = -1
+    An attribute of the instance, which survives deepcopy and pickle. A hook that changes the mode before each forward
+    would be nothing that ``torch.compile`` guards.
+    """
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training:
-            module.train(False)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inner: Callable[[bool], Any] | None = module.__dict__.get("train")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        RemovableHandle.next_id = max(RemovableHandle.next_id, self.handle_id + 1)
+    @classmethod
+    def of(cls, module: nn.Module) -> _StayInEvaluation:
+        """Return the one that stands in ``module``, as in a copy that was made in training, or put one there."""
+        present = module.__dict__.get("train")
+        if not isinstance(present, cls):
+            present = module.__dict__["train"] = cls(module)
+        return present
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if self.inner is not None:
+            self.inner(mode)
+        else:
+            type(self.module).train(self.module, mode)
+        self.module.training = False
+        return self.module
+
+    def remove(self) -> None:
+        """Put back what stood here before; the module stays in the mode that it is in."""
+        if self.inner is not None:
+            self.module.__dict__["train"] = self.inner
+        else:
+            self.module.__dict__.pop("train", None)
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -59,6 +59,49 @@ def test_unseen_call_passes_through_with_one_warning():
         assert prepared(torch.randn(2, 4), twice=True).shape == (2, 2)
 
 
+class WithUnreached(nn.Module):
+    """A head, two more that run in training only, and a target network that needs no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.auxiliary = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.more = nn.ModuleList([nn.Linear(8, 2)])
+        self.target = nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        if not self.training:
+            return self.head(hidden)
+        with torch.no_grad():
+            self.target(hidden)
+        return self.head(hidden) + self.auxiliary(hidden) + self.more[0](hidden)
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unreached_module_passes_through_with_one_warning(preset, compiled):
+    """It runs in float, and is named once, whatever it calls, unless the config leaves it out."""
+    torch.manual_seed(0)
+    model, x = WithUnreached(), torch.randn(3, 4)
+    config = getattr(QuantizerConfig.presets, preset)(execution_mode="eager")
+    quantizer = Quantizer(model, config.set_module_name("more", None))
+    prepared = quantizer.prepare((x,))
+    run = torch.compile(prepared, backend="eager") if compiled else prepared
+    with quantizer.training_mode():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UnplannedCallWarning)
+            run(x)
+            run(x)
+        hidden = torch.relu(prepared.body(x))
+        auxiliary, more = prepared.auxiliary, prepared.more[0]
+        assert torch.equal(more(hidden), nn.functional.linear(hidden, more.weight, more.bias))
+        assert torch.equal(auxiliary[0](hidden), nn.functional.linear(hidden, auxiliary[0].weight, auxiliary[0].bias))
+    told = [str(warning.message) for warning in caught if warning.category is UnplannedCallWarning]
+    assert [message.split(" was ")[0] for message in told] == ["The module 'auxiliary'"]
+    assert "exclude the module in the config" in told[0]
+
+
 class WithHead(nn.Module):
     """Has an auxiliary head in training only, and adds something where it is told to."""
 

@@ -400,3 +400,32 @@ def test_results_may_be_changed_in_place(kind):
         gradients.append([x.grad, *(p.grad for p in fq.parameters())])
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+@pytest.mark.parametrize("where", ["prepare", "calibration", "validation"])
+def test_a_forward_in_inference_mode_leaves_training_possible(mode, kind, where):
+    """What a range is computed from in inference mode is saved by the backward of later steps."""
+
+    def without_gradients(place):
+        return torch.inference_mode() if place == where else torch.no_grad()
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), tensor(shape=(8, 16))
+    settings = config("lsq" if kind == "pact" else kind, kind).model_copy(update={"execution_mode": mode})
+    quantizer = Quantizer(model, settings)
+    with without_gradients("prepare"):
+        prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), without_gradients("calibration"):
+        prepared(x)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    with quantizer.training_mode():
+        for _ in range(2):
+            prepared(x).square().mean().backward()
+            optimizer.step()
+            with quantizer.evaluating(), without_gradients("validation"):
+                prepared(x)
+    learned = [p for name, p in prepared.named_parameters() if name.endswith((".scale", ".alpha"))]
+    assert len(learned) == 4
+    assert all(p.grad is not None for p in learned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -149,6 +150,56 @@ def test_batch_norms_freeze(mode):
     prepared.train()
     prepared(images(3)[0])
     assert not torch.equal(second, mean())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_batch_norms_freeze(mode):
+    """``torch.compile`` runs them frozen from their step on, though it traced them when they were not."""
+    quantizer, prepared, _ = start(mode, "plain", QATSchedule(freeze_batch_norm=2))
+    compiled = torch.compile(prepared, backend="eager")
+    with quantizer.training_mode():
+        for seed in range(4):
+            compiled.train()
+            compiled(images(seed)[0])
+            quantizer.step()
+        twin = copy.deepcopy(prepared)
+        twin.train()
+        twin(images()[0])
+    for model in (prepared, twin):
+        (count,) = [int(v) for n, v in everything(model).items() if n.endswith("num_batches_tracked")]
+        assert count == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_norms_freeze_at_a_step_of_their_own(mode):
+    """One that froze earlier does not keep the next from it."""
+    norms = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    config = make_config(mode)
+    for name, step in (("0", 1), ("2", 2)):
+        config.set_module_name(name, ModuleQuantizerConfig(qat_schedule=QATSchedule(freeze_batch_norm=step)))
+    quantizer = Quantizer(norms, config)
+    prepared = quantizer.prepare((images()[0],))
+    with quantizer.training_mode():
+        for seed in range(4):
+            prepared(images(seed)[0])
+            quantizer.step()
+    counts = {n.removesuffix(".num_batches_tracked"): int(v) for n, v in everything(prepared).items() if "batches" in n}
+    assert counts == {"0": 1, "2": 2}
+
+
+def test_frozen_batch_norms_get_back_their_own_train():
+    """A norm whose ``train`` somebody replaced keeps that; it is called meanwhile, and stands there afterwards."""
+    calls = []
+    norms = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 1))
+    own = norms[0].train = lambda mode=True: calls.append(mode)
+    quantizer = Quantizer(norms, make_config("eager", schedule=QATSchedule(freeze_batch_norm=0)))
+    prepared = quantizer.prepare((images()[0],))
+    with quantizer.training_mode():
+        calls.clear()
+        assert prepared.train().training
+        assert calls == [True]
+        assert not prepared[0].training
+    assert prepared[0].train is own
 
 
 def test_evaluation_in_the_middle_observes_nothing():

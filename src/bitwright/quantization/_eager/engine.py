@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from bitwright.common import ExportBackend
+from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.errors import TraceError, UnplannedCallWarning
 from bitwright.planning import Plan
 from bitwright.planning.eager import plan_eager_quantization
 from bitwright.planning.simulated_states import trace_weights
+from bitwright.planning.unusable_weights import refuse_unusable, tensors_needed
 from bitwright.program import preserved_state
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization._schedule import switch
@@ -47,7 +49,8 @@ class EagerEngine(Engine):
 
     def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
         """Insert into the model in place; see the base class."""
-        insertion = Insertion(self.model, self.program, plan)
+        refuse_unusable("Quantizer", tensors_needed(plan, self.program))
+        insertion = Insertion(self.model, self.program, plan, resolve_module_rules(self.config, self.model))
         try:
             _initialise(self.model, insertion, example, self._stacks)
         except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from bitwright._utils.forward_scope import wrap_forward
 from bitwright._utils.own_states import list_own_states
 from bitwright._utils.parametrization import parametrize_tensor
+from bitwright.config.matching import ModuleRule
 from bitwright.kernels.layout import SMALL
 from bitwright.planning import Placement, Plan, Site
 from bitwright.planning.ops import QUANTIZER_EAGER_OPS
@@ -20,7 +21,8 @@ from bitwright.quantization.spec import QuantizationComponentFactory, Quantizati
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .children import Children, goes_over_children
-from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope
+from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope, UnreachedScope
+from .unreached import unreached_modules
 
 __all__ = ["Insertion"]
 
@@ -33,9 +35,15 @@ class Insertion:
 
     Attributes:
         simulators: every simulator with the placement that it came from, in the order of the plan.
+
+    Args:
+        model: is changed in place.
+        program: what was traced of it.
+        plan: the simulators.
+        rules: which config entry owns each module.
     """
 
-    def __init__(self, model: nn.Module, program: Program, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, program: Program, plan: Plan, rules: Mapping[str, ModuleRule]) -> None:
         self.simulators: list[tuple[FakeQuantizeImplBase, Placement]] = []
         self._model = model
         self._program = program
@@ -43,6 +51,7 @@ class Insertion:
         self._undo: list[Callable[[], Any]] = []
         self._tables: dict[str, CallTable] = {}
         self._scopes: dict[str, OpScope] = {}
+        unreached = list(unreached_modules(model, program.calls, rules))
         sites = (site for placement in plan.placements for site in placement.sites)
         self._framed = {site.op.module_path for site in sites if self._is_inside(site)}
         built = [(_build(placement), placement) for placement in plan.placements]
@@ -55,6 +64,7 @@ class Insertion:
                         self._insert_activation(simulator, site)
                 self.simulators.append((simulator, placement))
             self._attach_frames()
+            self._watch(unreached)
             listed, readers = ([self._modules[path] for path in paths] for paths in (program.listed, program.readers))
             self._undo += list_own_states(listed, readers)
             self._keep_off_the_fast_path()
@@ -154,6 +164,13 @@ class Insertion:
             self._undo.append(wrap_forward(FrameScope(self._modules[path], table)))
         for path in sorted(shielded - self._scopes.keys()):
             self._undo.append(wrap_forward(ShieldScope(self._modules[path])))
+
+    def _watch(self, unreached: Iterable[tuple[str, nn.Module, bool]]) -> None:
+        """Have modules that the example inputs did not come to say so when they are called after all."""
+        tables: dict[str, CallTable] = {}
+        for path, module, quantized in unreached:
+            table = tables.setdefault(path, CallTable(path, unreached=True))
+            self._undo.append(wrap_forward(UnreachedScope(module, table) if quantized else ShieldScope(module)))
 
     def _keep_off_the_fast_path(self) -> None:
         """Have torch's encoder layers call what is in them: their kernel for inference computes all of it at once.

@@ -42,7 +42,7 @@ from .recompute import checkpoint_here, repeat_with
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 _count_modes, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 
-__all__ = ["CallSites", "CallTable", "FrameScope", "OpScope", "ShieldScope"]
+__all__ = ["CallSites", "CallTable", "FrameScope", "OpScope", "ShieldScope", "UnreachedScope"]
 
 
 @dataclass(slots=True)
@@ -77,6 +77,7 @@ class CallTable:
         foreign: calls by function name and place that were taken for planned ones and are none.
         once: calls by function name and place that compute constants, which the model keeps for inputs of one size.
         warned: call names that were already reported.
+        unreached: whether preparing has not come to the module at all, which is reported once, whatever it calls.
     """
 
     path: str
@@ -86,6 +87,7 @@ class CallTable:
     foreign: set[tuple[str, tuple[str, int]]] = field(default_factory=set)
     once: set[tuple[str, tuple[str, int]]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
+    unreached: bool = False
 
     def find(self, base: str, code: tuple[str, int], counted: int, certain: int) -> tuple[int | None, bool]:
         """Return the number of a call, None for one that was not planned, and whether its place in the code says so.
@@ -382,7 +384,8 @@ def _replace_output(result: Any, index: int, simulate: Any) -> Any:
 
 def _may_be_reported(table: CallTable, call: str, arguments: Any) -> bool:
     """Whether a call reads floating-point data; others, such as positions, are not quantized anyway."""
-    return call not in table.warned and _reads_floats(arguments)
+    reported = bool(table.warned) if table.unreached else call in table.warned
+    return not reported and _reads_floats(arguments)
 
 
 _EXCLUDE = "Prepare with example inputs that take this path, or exclude the module in the config."
@@ -411,7 +414,8 @@ def _report_unplanned(table: CallTable, call: str, arguments: Any, training: boo
 def _warn_of_unplanned(table: CallTable, call: str, what: str) -> None:
     table.warned.add(call)
     name = f"{table.path}.{call}" if table.path else call
-    warnings.warn(f"The call {name!r} {what}", UnplannedCallWarning, stacklevel=5)
+    subject = f"module {table.path!r}" if table.unreached else f"call {name!r}"
+    warnings.warn(f"The {subject} {what}", UnplannedCallWarning, stacklevel=5)
 
 
 def _is_compiled_code() -> bool:
@@ -486,6 +490,20 @@ class FrameScope(ForwardScope):
         if frame.apart:
             frame.report_used(result)
         return result
+
+
+class UnreachedScope(FrameScope):
+    """Reports, by a table without calls, that a module runs which preparing has not come to.
+
+    Where no gradients are recorded in training it most likely keeps statistics, which the frame around it looks at.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.table.warned:
+            return shielded(self.run, *args, **kwargs)
+        if self.module.training and not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 class ShieldScope(ForwardScope):

@@ -147,7 +147,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         parameter: Any = self._parameters[name]
         with torch.no_grad():
             if parameter.shape != value.shape or parameter.device != value.device:
-                parameter.data = value.to(torch.float32).clone()
+                with torch.inference_mode(False):
+                    parameter.data = value.to(torch.float32).clone()
                 torch.autograd.graph.increment_version(parameter)
             else:
                 write(parameter, value)
@@ -167,7 +168,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         learned: tuple[Any, ...] = tuple(self._parameters[name] for name in self._LEARNED)
         key = [(id(p), p.data_ptr() if type(p) is nn.Parameter else 0, p._version) for p in learned]
         if self._derived is None or self._derived[0] != key or may_change_unseen():
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # training saves for its backward what is kept
                 self._derived = key, self._derive()
         return self._derived[1]
 
@@ -221,7 +222,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         for name in self._LEARNED:
             loaded, parameter = state_dict.get(prefix + name), self._parameters[name]
             if isinstance(loaded, torch.Tensor) and parameter is not None and loaded.shape != parameter.shape:
-                parameter.data = torch.empty(loaded.shape, dtype=parameter.dtype, device=parameter.device)
+                with torch.inference_mode(False):
+                    parameter.data = torch.empty(loaded.shape, dtype=parameter.dtype, device=parameter.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._derived = None
         if self._initialized:

@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import forward_ad
 
 from bitwright import kernels
 from bitwright.config.spec import CompressionTargetTensor
@@ -56,7 +57,6 @@ class _LearnedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: torch.Tensor,
         learned_scale: torch.Tensor,
         learned_offset: torch.Tensor | None,
@@ -69,12 +69,15 @@ class _LearnedStep(torch.autograd.Function):
         grid: Grid,
         gradient_scale: float,
     ) -> torch.Tensor:
-        y = kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
+        return kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, learned_scale, learned_offset, step, zero_point, minval, origin, stays = inputs[:8]
         # The result is not saved: whoever gets it may change it in place. The zero point may be measured anew.
         ctx.save_for_backward(x, step, zero_point.clone(), minval, learned_scale, origin, stays)
-        ctx.grid, ctx.anchored = grid, learned_offset is not None
-        ctx.block_size, ctx.gradient_scale = block_size, gradient_scale
-        return y
+        ctx.anchored = learned_offset is not None
+        ctx.block_size, ctx.grid, ctx.gradient_scale = inputs[8:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -96,7 +99,6 @@ class _LearnedClip(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: torch.Tensor,
         alpha: torch.Tensor,
         step: torch.Tensor,
@@ -105,9 +107,13 @@ class _LearnedClip(torch.autograd.Function):
         block_size: _Block,
         grid: Grid,
     ) -> torch.Tensor:
+        return kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, alpha, _, _, _, block_size, _ = inputs
         ctx.save_for_backward(x, alpha)
         ctx.block_size = block_size
-        return kernels.fake_quantize(x.detach(), step, zero_point, minval, block_size=block_size, grid=grid)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -157,6 +163,12 @@ class LearnedFakeQuantizeBase(_DefaultFakeQuantizeImpl):
         zero_point: torch.Tensor | None,
         minval: torch.Tensor | None,
     ) -> torch.Tensor:
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"{self.tensor_fqn}: a learned range has no derivative in forward mode (torch.func.jvp, jacfwd, "
+                "hessian, torch.autograd.forward_ad). Take reverse mode: torch.func.vjp, jacrev, "
+                "torch.autograd.functional."
+            )
         if not self._learns(tensor):
             return self._fused_fake_quant_dequant(tensor, scale, zero_point, minval)
         return self._learn(tensor, scale, zero_point, minval, self._block_size(tensor.shape))
