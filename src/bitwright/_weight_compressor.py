@@ -21,6 +21,7 @@ from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.planning import Placement, Plan
 from bitwright.planning.report import report_problems
 from bitwright.planning.simulated_states import WeightProgram, trace_weights
+from bitwright.planning.unusable_weights import refuse_unusable
 from bitwright.planning.weight_only import WeightTechnique, plan_weights
 from bitwright.program import Program
 from bitwright.program.export_errors import not_a_tuple
@@ -127,7 +128,8 @@ class WeightCompressor(_BaseModelCompressor):
         traced = self._trace(example_inputs, example_kwargs)
         plan = self._checked_for(target, self._plan_for(traced), example_inputs, example_kwargs)
         self._report(plan, strict)
-        self._refuse_without_data(plan)
+        states = [placement.state for placement in plan.placements if placement.state is not None]
+        refuse_unusable(type(self).__name__, {state.name: state.tensor for state in states})
         inserted = InsertedSimulators(self._model)
         try:
             for placement in plan.placements:
@@ -145,15 +147,6 @@ class WeightCompressor(_BaseModelCompressor):
 
     def _report(self, plan: Plan, strict: bool) -> None:
         report_problems(plan.problems, strict, stacklevel=5)
-
-    def _refuse_without_data(self, plan: Plan) -> None:
-        bare = [place.name for place in plan.placements if place.state is not None and place.state.tensor.is_meta]
-        if bare:
-            raise ValueError(
-                f"{type(self).__name__} cannot prepare weights on the meta device, which have no data: "
-                f"{', '.join(map(repr, bare))}. Load the model first: model.to_empty(device=...) and "
-                "model.load_state_dict(...). plan() works without data."
-            )
 
     @abstractmethod
     def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> CompressionSimulatorBase:

@@ -102,6 +102,18 @@ def test_scripted_modules(compressor):
         compressor(torch.jit.script(two_layers()))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_parts(compressor):
+    """They are named where their weights are asked for, and called as they are where they are left out."""
+    model = two_layers()
+    model[0] = torch.jit.script(nn.Sequential(model[0], nn.ReLU()))
+    refused(compressor, model, PlanError, r"torchscript\] 0: .*scripted or traced from.*set_module_name\('0', None\)")
+    config = compressor(model)._config.set_module_name("0", None)
+    prepared = compressor(model, config).prepare(EXAMPLE)
+    assert hasattr(prepared[2], "parametrizations")
+    assert prepared(*EXAMPLE).isfinite().all()
+
+
 def test_weights_without_entries(compressor):
     """A layer of no inputs is left alone; the others are compressed."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.errors import UnplannedCallWarning
+from bitwright.errors import ConfigMatchWarning, UnplannedCallWarning
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from tests.measures import sqnr
@@ -39,7 +39,8 @@ def test_models_with_vmap_are_quantized_around_it(mode: str) -> None:
     quantizer = Quantizer(model, QuantizerConfig(execution_mode=mode))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnplannedCallWarning)
-        prepared = quantizer.prepare((x,))
+        with pytest.warns(ConfigMatchWarning, match=r"enclosed-weight.*1 weight.*inner\.weight \(.*torch\.vmap"):
+            prepared = quantizer.prepare((x,))
         with quantizer.calibration_mode():
             prepared(x)
         found = prepared(x)

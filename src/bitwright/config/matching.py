@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ._module_index import ModuleIndex, compile_key, type_matches, type_name
+from .module_config import ModuleCompressionConfig
 from .spec_dicts import ALL_TENSORS
 from .unmatched import ShadowedKey, UnmatchedKey, mistaken_keys, state_names
 
@@ -40,6 +41,7 @@ __all__ = [
     "UnmatchedKey",
     "lookup_spec",
     "match_module",
+    "module_configs",
     "resolve_module_rules",
     "resolve_op_rule",
     "type_name",
@@ -230,6 +232,7 @@ def resolve_module_rules(config: CompressionConfig[Any], model: nn.Module) -> Mo
 
     Raises:
         ValueError: a name key is not a valid regular expression.
+        TypeError: an entry is no module config.
     """
     index = ModuleIndex(model)
     claims = _Claims(index, _OpKeyUsage())
@@ -266,7 +269,11 @@ def _state_specs(where: str, config: Any) -> Iterator[tuple[str, Mapping[str, An
 
 
 def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str, Any]]:
-    """Yield section, key and module config of all name and type entries, the strongest first."""
+    """Yield section, key and module config of all name and type entries, the strongest first.
+
+    Raises:
+        TypeError: something else was written into a section past validation.
+    """
     sections: tuple[tuple[ConfigLevel, Mapping[Any, Any]], ...] = (
         (ConfigLevel.MODULE_NAME, config.module_name_configs or {}),
         (ConfigLevel.MODULE_TYPE, config.module_type_configs or {}),
@@ -275,7 +282,24 @@ def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str,
         for key in reversed(list(entries)):
             # None stands here only if it was written into the dict past validation; it means what it means elsewhere.
             entry = entries[key] if entries[key] is not None else config._module_config_class()._disabled()
+            if not isinstance(entry, ModuleCompressionConfig):
+                wanted = config._module_config_class().__name__
+                raise TypeError(
+                    f"{_describe(level, str(key))} is {entry!r}, not a {wanted} or None. "
+                    "Set entries with set_module_name or set_module_type, which check them."
+                )
             yield level, str(key), entry
+
+
+def module_configs(config: CompressionConfig[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each module config of ``config``, with where it stands as one would write it.
+
+    Raises:
+        TypeError: something else was written into a section past validation.
+    """
+    yield _describe(ConfigLevel.GLOBAL, None), config.global_config
+    for level, key, entry in _entries(config):
+        yield _describe(level, key), entry
 
 
 def match_module(config: CompressionConfig[Any], name: str, module: nn.Module | None) -> Any:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from .spec_dicts import ALL_TENSORS
@@ -69,6 +70,9 @@ def state_names(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Return the names that ``modules`` give their own parameters and buffers."""
     names: set[str] = set()
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):  # its dictionaries can only be asked for single names
+            names.update(name for name, _ in (*module.named_parameters("", False), *module.named_buffers("", False)))
+            continue
         names.update(module._parameters, module._buffers)
         parametrizations = module._modules.get("parametrizations")
         if isinstance(parametrizations, nn.ModuleDict):

@@ -13,7 +13,7 @@ from bitwright.program.aten_names import canonical_name
 from .graph_ops import ACTIVATIONS, OpRole, role_of
 from .plan import Problem
 
-__all__ = ["Chain", "find_chains", "fused_problems"]
+__all__ = ["Chain", "find_chains", "fused_problems", "rule_by_itself"]
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +104,12 @@ def fused_problems(chains: Sequence[Chain]) -> list[Problem]:
         )
         for key, names in found.items()
     ]
+
+
+def rule_by_itself(op: Op, rules: ModuleRules, own_roles: Mapping[str, OpRole] = MappingProxyType({})) -> OpRule | None:
+    """Return what the configuration says about an op that is part of no chain, None where it is not quantized."""
+    role = own_roles.get(canonical_name(op.type)) or role_of(op)
+    return None if role is None else _resolve(op, rules, role.pattern)
 
 
 def _makes_weight(op: Op) -> bool:

@@ -16,15 +16,18 @@ from bitwright.program import Op, Program
 
 from .computed_weights import computed_weight_problems, finalized_weight_problems
 from .eager_activations import empty_activation_problems, request_activations
+from .enclosed_weights import enclosed_weight_problems
 from .left_out import left_out_rows
 from .looked_up_weights import looked_up_problems
 from .ops import eager_op_key
 from .packed_sizes import bytes_under, has_zero, masked_bytes, quantized_bytes
 from .plan import Placement, Plan, PlanRow, Problem
 from .quantized import Resolution, resolve_activation, resolve_weight
+from .scripted_modules import scripted_module_problems
 from .stacking import kinds_on, stacking_problem
 from .states import StateDecision, decide_states, unquantizable_problems
 from .unmatched import unmatched_problems
+from .unused_keys import unused_key_problems
 from .weight_views import link_views
 from .written_weights import written_weight_problems
 
@@ -58,13 +61,18 @@ def plan_eager_quantization(
         program, builder.plan.rows, model, "no call of the model reads it with these inputs", stacks
     )
     problems = [
+        *scripted_module_problems(model, rules),
         *unquantizable_problems(program, op_rules),
         *computed_weight_problems(program, op_rules, model),
         *finalized_weight_problems(program, op_rules),
     ]
     problems += written_weight_problems(program, builder.plan.placements)
     problems += looked_up_problems(program, builder.plan.placements)
+    weights = {placement.state.name for placement in builder.plan.placements if placement.state is not None}
+    problems += enclosed_weight_problems(program, op_rules, weights)
     problems += empty_activation_problems(program, rules, op_rules)
+    ruled = ((found, op, op) for op in program.ops if (found := op_rules(op)) is not None)
+    problems += unused_key_problems(program, rules, ruled)
     return builder.build([*problems, *unmatched_problems(rules)])
 
 

@@ -14,9 +14,10 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity
 
-from .chains import Chain, find_chains, fused_problems
+from .chains import Chain, find_chains, fused_problems, rule_by_itself
 from .computed_weights import computed_weight_problems, finalized_weight_problems
 from .eager import PlanBuilder
+from .enclosed_weights import enclosed_weight_problems
 from .graph_boundaries import apply_boundaries
 from .graph_ops import OpRole
 from .kv_cache import apply_kv_caches
@@ -31,6 +32,7 @@ from .sharing import DisjointSets
 from .slots import SlotTable, build_slots
 from .states import decide_states, state_input_problems
 from .unmatched import unmatched_problems
+from .unused_keys import unused_key_problems
 from .weight_views import link_views, moved_states
 from .written_weights import written_weight_problems
 
@@ -95,6 +97,9 @@ def plan_graph_quantization(
     problems += finalized_weight_problems(program, _rules_of(chains))
     problems += state_input_problems(program, _rules_of(chains))
     problems += written_weight_problems(program, builder.plan.placements)
+    problems += enclosed_weight_problems(program, lambda op: rule_by_itself(op, rules, own_roles), weights)
+    ruled = ((chain.rule, chain.primary, chain.last) for chain in chains)
+    problems += unused_key_problems(program, rules, ruled, states_told=True)
     for group in groups:
         problems += _keep_or_drop_axis(group)
     for placement, resolution in _placements(without_redundant(program, chains, table, groups), table):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from torch import nn
 
 from bitwright.config.spec import CompressionSimulatorBase
-from bitwright.program import Program, StateTensor
+from bitwright.program import Argument, Program, StateTensor
 
 from .packed_sizes import bytes_under
 from .plan import PlanRow
@@ -42,13 +42,20 @@ def left_out_rows(
         for state in program.states.values()
         if state.is_parameter and _is_matrix(state) and state.name not in known and id(state.tensor) not in inside
     ]
+    enclosed = {
+        name: f"read inside {place}" for place, op in program.enclosed for name in map(_state_name, op.arguments)
+    }
     found = []
     for state in left:
         calls = (simulator_called(use.op, model) for use in state.uses)
         below = [simulator for simulator in dict.fromkeys(calls) if simulator is not None]
-        note = _standing(below) if below else _readers(state) or unread
+        note = _standing(below) if below else _readers(state) or enclosed.get(state.name, unread)
         found.append(_row(state, note, (*stacks.get(state.name, ()), *below)))
     return found
+
+
+def _state_name(argument: Argument) -> str:
+    return "" if argument.value.state is None else argument.value.state.name
 
 
 def _parameters_of_simulators(model: nn.Module) -> Iterator[int]:

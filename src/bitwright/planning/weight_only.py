@@ -18,11 +18,13 @@ from bitwright.config.spec_dicts import spec_dict_is_active
 from bitwright.program import Op, StateTensor
 
 from .computed_weights import computed_weight_problems
+from .enclosed_weights import enclosed_weight_problems
 from .left_out import left_out_rows
 from .looked_up_weights import looked_up_problems
 from .ops import ROLE_NAMED_OPS, AxisConflictError, WeightAxes, default_weight_axes
 from .packed_sizes import bytes_under
 from .plan import Placement, Plan, PlanRow, Problem, Severity
+from .scripted_modules import scripted_module_problems
 from .simulated_states import FinalizedWeight, WeightProgram
 from .stacking import finite_range, kinds_on, stacking_problem
 from .states import StateDecision, decide_states
@@ -117,11 +119,13 @@ def plan_weights(config: Any, model: nn.Module, traced: WeightProgram, technique
         builder.refuse_finalized(weight, op_rules)
     unread = "no call of the model reads it with these inputs"
     builder.plan.rows += left_out_rows(traced.program, builder.plan.rows, model, unread, traced.stacks)
-    builder.plan.problems += unmatched_problems(rules)
+    builder.plan.problems += scripted_module_problems(model, rules)
     builder.plan.problems += written_weight_problems(traced.program, builder.plan.placements)
     builder.plan.problems += looked_up_problems(traced.program, builder.plan.placements)
     placed = {placement.name for placement in builder.plan.placements}
     builder.plan.problems += computed_weight_problems(traced.program, op_rules, model, placed)
+    builder.plan.problems += enclosed_weight_problems(traced.program, op_rules, placed, weight_keys)
+    builder.plan.problems += unmatched_problems(rules)
     if not builder.plan.placements and not builder.plan.problems and _asks_for_something(config):
         builder.plan.problems.append(_nothing_found(config, technique))
     return builder.plan

@@ -75,7 +75,7 @@ def _run(model: nn.Module, tracer: _Tracer, args: Sequence[Any], kwargs: dict[st
     with preserved_state(model):
         undo = tracer.install()
         try:
-            with tracer.mode:
+            with torch.compiler.set_stance("force_eager"), tracer.mode:  # compiled parts run as they were written
                 model(*args, **kwargs)
         except Exception as error:
             where = tracer.failed_in
@@ -117,6 +117,7 @@ class _Tracer:
         self.visited: set[str] = set()
         self.values: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Value]] = {}
         self.state_values: dict[int, Value] = {}
+        self.enclosed: list[tuple[str, Op]] = []
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
         self.handed_out = HandedOut(lambda: self.frames[-1].path if self.frames else None)
@@ -230,6 +231,21 @@ class _Tracer:
                         found.append((index, name, item, self.value_of(leaf, name, ValueKind.OTHER)))
         return found
 
+    def note_enclosed(
+        self, place: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], base: str
+    ) -> None:
+        """Note the states that a call inside ``torch.vmap``, another transform, or ``torch.cond`` reads as they are."""
+        path, names = self.frames[-1].path, argument_names(func)
+        name = f"{path}.{base}" if path else base
+        op = Op(name, base, func, tuple(frame.path for frame in self.frames), base)
+        given = [(names[i] if i < len(names) else str(i), entry) for i, entry in enumerate(args)]
+        for index, (role, entry) in enumerate([*given, *kwargs.items()]):
+            state = self.by_tensor.get(id(entry))
+            if state is not None:
+                op.arguments.append(Argument(op, index, role, self._state_value(state)))
+        if op.arguments:
+            self.enclosed.append((place, op))
+
     def value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return None
@@ -270,6 +286,7 @@ class _Tracer:
             listed=self.handed_out.listed,
             by_key=tuple(self.handed_out.by_key),
             computed_once=tuple(op for op in computed_once if _place(op) not in again),
+            enclosed=tuple(self.enclosed),
         )
 
 
@@ -300,6 +317,7 @@ class _RecordingMode(TorchFunctionMode):
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.inside: str | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -310,11 +328,32 @@ class _RecordingMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _TRANSPOSES:
             name = func.__self__.__name__  # type: ignore[attr-defined]
-        if not frames or not frames[-1].recording or name in _NOT_OPS or _in_transform():
+        place = "a transform such as torch.vmap" if _in_transform() else self.inside
+        if frames and place and name not in _NOT_OPS:
+            self.tracer.note_enclosed(place, func, args, kwargs, name)
+            return func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator) and name in _BRANCHING:
+            args = [self._watched(name, entry) if callable(entry) else entry for entry in args]
+        if not frames or not frames[-1].recording or name in _NOT_OPS:
             return func(*args, **kwargs)
         written_in = calling_code()
         return self.tracer.record(func, args, kwargs, self.tracer.lookup(func, args, kwargs), name, written_in)
 
+    def _watched(self, place: str, branch: Callable[..., Any]) -> Callable[..., Any]:
+        """A branch of ``torch.cond``, say, whose reads of states are noted."""
+
+        def run(*operands: Any) -> Any:
+            self.inside = place
+            try:
+                with self:
+                    return branch(*operands)
+            finally:
+                self.inside = None
+
+        return run
+
+
+_BRANCHING = frozenset({"cond", "while_loop"})
 
 # Attributes of a tensor that are ops.
 _TRANSPOSES = frozenset({"T", "mT", "H", "mH"})

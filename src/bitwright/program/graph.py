@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
+from bitwright.errors import TraceError
+
 from .dynamic_marks import inputs_unmarked
 from .export_errors import UnknownClassError, export_failure, forward_problem
 from .exporting import exported
@@ -96,7 +98,38 @@ def _export(
             raise
         except Exception as error:
             problem = forward_problem(model, args, kwargs)
+            problem = problem or _scripted_module(model) or _inference_tensor(model)
             raise export_failure(error) if problem is None else problem from error
+
+
+def _scripted_module(model: nn.Module) -> TraceError | None:
+    """Return what to tell of the first TorchScript module in a model, None if there is none."""
+    scripted = (path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    path = next(scripted, None)
+    if path is None:
+        return None
+    return TraceError(
+        f"torch.export could not capture the model, which has a TorchScript module, {path!r}. Use the nn.Module that "
+        'it was scripted or traced from, or leave it out in eager mode: QuantizerConfig(execution_mode="eager") and '
+        f"set_module_name({path!r}, None)."
+    )
+
+
+def _inference_tensor(model: nn.Module) -> TraceError | None:
+    """Return what to tell of the first tensor in a model that was made under ``torch.inference_mode``, or None."""
+    made = (name for name, tensor in _tensors(model) if tensor.is_inference())
+    name = next(made, None)
+    if name is None or torch.is_inference_mode_enabled():
+        return None
+    return TraceError(
+        f"torch.export could not capture the model, whose {name!r} was made under torch.inference_mode. Build or load "
+        "the model outside of it, or prepare copy.deepcopy(model), made outside. torch.no_grad needs none of this."
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 class _WithoutDump(io.TextIOBase):

@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from .aten_names import op_spellings, schema_names
+from .aten_names import aten_name, op_spellings, schema_names
+from .inlined_scopes import graph_called
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
 
 __all__ = ["build_program"]
@@ -50,6 +51,7 @@ class _Builder:
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
         self.calls: dict[str, ModuleCall] = {"": ModuleCall("")}
+        self.enclosed: list[tuple[str, Op]] = []
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -97,10 +99,12 @@ class _Builder:
 
     def _add_op(self, node: fx.Node) -> None:
         result = node.meta.get("val")
+        if _is_inside_vmap(result):
+            self._add_enclosed(node, "torch.vmap", self.values)
         if not _has_tensor(result) or _is_inside_vmap(result):
             return
-        kind, *aliases = op_spellings(node)
-        op = Op(node.name, kind, node.target, self._stack(node), node.name, aliases=tuple(aliases), handle=node)  # type: ignore[arg-type]
+        self._add_called(node, self.values)
+        op = self._op(node)
         for index, name, entry in _arguments(node):
             self._add_argument(op, index, name, entry)
         if isinstance(result, torch.Tensor):
@@ -111,6 +115,38 @@ class _Builder:
         self.ops.append(op)
         self.op_of[node] = op
         self.calls.setdefault(op.module_path, ModuleCall(op.module_path)).ops.append(op)
+
+    def _op(self, node: fx.Node) -> Op:
+        kind, *aliases = op_spellings(node)
+        return Op(node.name, kind, node.target, self._stack(node), node.name, aliases=tuple(aliases), handle=node)  # type: ignore[arg-type]
+
+    def _add_called(self, call: fx.Node, values: Mapping[fx.Node, Value]) -> None:
+        """Note which states the ops of a sub-graph read that an op calls, ``values`` being those around it."""
+        if not isinstance(call.target, torch._ops.HigherOrderOperator):
+            return
+        given = tree_leaves(call.args)
+        for body in filter(None, (graph_called(argument, self.module) for argument in given)):
+            inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+            pairs = zip(reversed(inputs), reversed(given), strict=False)
+            inside = {node: values[leaf] for node, leaf in pairs if isinstance(leaf, fx.Node) and leaf in values}
+            for node in body.graph.nodes:
+                self._add_enclosed(node, aten_name(call.target), inside)
+
+    def _add_enclosed(self, node: fx.Node, place: str, values: Mapping[fx.Node, Value]) -> None:
+        """Note the states that an op reads which is inside something that no simulator reaches."""
+        if node.op != "call_function":
+            return
+        self._add_called(node, values)
+        op = self._op(node)
+        for index, name, entry in _arguments(node):
+            value = values.get(entry) if isinstance(entry, fx.Node) else None
+            if value is not None and value.state is not None:
+                op.arguments.append(Argument(op, index, name, value))
+        if op.arguments:
+            owner = self.canonical.get(op.arguments[0].value.state.owners[0][0], "")  # type: ignore[union-attr]
+            if op.module_path == "" and owner:  # nodes of torch.cond do not know their modules
+                op.module_stack = ("", owner)
+            self.enclosed.append((place, op))
 
     def _add_argument(self, op: Op, index: int, name: str, entry: Any) -> None:
         if isinstance(entry, fx.Node):
@@ -153,6 +189,8 @@ class _Builder:
             call = ModuleCall(canonical)
             call.input_names, order = _input_names(type(self.model.get_submodule(path)), entry.signature.in_spec)
             given = [by_name.get(argument.name) for argument in entry.signature.inputs]
+            if len(given) < len(order):  # called in a sub-graph, where torch.export does not see boundaries
+                continue
             call.inputs = [given[i] for i in order]
             call.outputs = [by_name.get(argument.name) for argument in entry.signature.outputs]
             if repeat:
@@ -174,6 +212,7 @@ class _Builder:
             inputs=self.inputs,
             outputs=self.outputs,
             modules={path: type(module) for path, module in self.model.named_modules()},
+            enclosed=tuple(self.enclosed),
         )
 
 

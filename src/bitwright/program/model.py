@@ -249,6 +249,8 @@ class Program:
         by_key: names of parameters that the forward looked up in ``_parameters``, in eager mode.
         computed_once: calls that made constants which the model keeps, and does not make again for the same inputs, in
             eager mode; none of ``ops``.
+        enclosed: ops inside ``torch.vmap``, ``torch.cond`` and the like, where no simulator can stand, as far as they
+            read states, which alone are among their arguments; each with what it is inside. None of ``ops``.
     """
 
     mode: str
@@ -263,6 +265,7 @@ class Program:
     listed: tuple[str, ...] = ()
     by_key: tuple[str, ...] = ()
     computed_once: tuple[Op, ...] = ()
+    enclosed: tuple[tuple[str, Op], ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Yield every value once: inputs, then each op's state arguments and outputs in order."""

@@ -18,6 +18,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from bitwright.errors import TraceError
 
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
+from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape
 
 __all__ = ["reserved_state", "unlift"]
@@ -60,6 +61,7 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
         graph.set_codegen(_codegen(exported))
     for name, tensor, persistent in _states(model):
         root.add_tensor(name, tensor, persistent)
+    inline_scopes(graph, root.module)
     _drop_trace_asserts(graph)
     _drop_dead_code(graph)
     return TracedGraphModule(root.module, graph, _input_check(exported, graph))

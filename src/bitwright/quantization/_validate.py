@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bitwright.config.matching import module_configs
+
 from .config import ExecutionMode, QuantizerConfig
 
 __all__ = ["check_config"]
@@ -16,21 +18,15 @@ def check_config(config: QuantizerConfig) -> None:
     Raises:
         NotImplementedError: a tensor of an op is named by a string (positions and ``"*"`` are known), or an output
             other than the first is in graph mode.
+        TypeError: an entry is no module config.
     """
     graph = config.execution_mode == ExecutionMode.GRAPH
-    for where, module_config in _module_configs(config):
+    for where, module_config in module_configs(config):
         for op_where, op_config in _op_configs(where, module_config):
             _refuse_names(f"{op_where}.op_input_spec", op_config.op_input_spec)
             _refuse_names(f"{op_where}.op_output_spec", op_config.op_output_spec)
             if graph:
                 _refuse_other_outputs(f"{op_where}.op_output_spec", op_config.op_output_spec)
-
-
-def _module_configs(config: QuantizerConfig) -> Iterator[tuple[str, Any]]:
-    yield "global_config", config.global_config
-    for section in ("module_type_configs", "module_name_configs"):
-        for key, entry in (getattr(config, section) or {}).items():
-            yield f"{section}[{key!r}]", entry
 
 
 def _op_configs(where: str, module_config: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bitwright import ExportBackend
-from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError
+from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError, TraceError
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -259,6 +259,90 @@ def test_scripted_modules_are_refused_by_name(mode):
     """The remedy is the module that was scripted."""
     with pytest.raises(TypeError, match=r"TorchScript module .*scripted or traced from"):
         Quantizer(torch.jit.script(nn.Linear(2, 2)), QuantizerConfig(execution_mode=mode))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_parts_are_refused_or_left_out():
+    """Eager mode calls what the configuration leaves out; torch.export takes none."""
+    x, model = torch.randn(3, 4), nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2)).eval()
+    eager, graph = (QuantizerConfig.presets.w8(execution_mode=mode) for mode in ("eager", "graph"))
+    with pytest.raises(PlanError, match=r"torchscript\] 0: .*set_module_name\('0', None\)"):
+        Quantizer(model, eager).prepare((x,))
+    with pytest.raises(TraceError, match=r"TorchScript module, '0'.*set_module_name\('0', None\)"):
+        Quantizer(model, graph).prepare((x,))
+    expected = model(x)
+    prepared = Quantizer(model, eager.set_module_name("0", None)).prepare((x,), strict=True)
+    assert hasattr(prepared[1], "parametrizations")
+    assert torch.allclose(prepared(x), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("part", ["model", "layer", "wrapped"])
+def test_compiled_models_are_prepared(part):
+    """Before or after their first call; they compile again, with the simulators in them."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    x, plain = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    model = copy.deepcopy(plain)
+    if part == "wrapped":
+        model = torch.compile(model, backend="eager")
+    else:
+        (model if part == "model" else model[0]).compile(backend="eager")
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        for one in (quantizers := [Quantizer(m, QuantizerConfig(execution_mode="eager")) for m in (model, plain)]):
+            one.prepare((x,))
+        torch.testing.assert_close(model(x), plain(x))
+        for one, prepared in zip(quantizers, (model, plain), strict=True):
+            with one.calibration_mode():
+                prepared(3 * x)
+        torch.testing.assert_close(model(3 * x), plain(3 * x))
+
+
+@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_weights_without_data_are_refused_by_name(mode, preset):
+    """Models on meta can be planned for, not prepared."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to("meta").eval(), torch.zeros(2, 4, device="meta")
+    quantizer = Quantizer(model, getattr(QuantizerConfig.presets, preset)(execution_mode=mode))
+    assert len(quantizer.plan((x,)).placements) >= 2
+    with pytest.raises(ValueError, match=r"Quantizer.*meta device.*'0\.weight'.*'1\.weight'.*load_state_dict"):
+        quantizer.prepare((x,))
+    assert not any(hasattr(module, "parametrizations") for module in model.modules())
+
+
+def test_weights_of_inference_mode_are_refused_by_name():
+    """A copy that was made outside of it can be prepared."""
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4)
+    x = x.clone()
+    with pytest.raises(ValueError, match=r"inference_mode.*'0\.weight', '1\.weight'.*copy\.deepcopy"):
+        Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,))
+    assert not any(hasattr(module, "parametrizations") for module in model.modules())
+    with pytest.raises(TraceError, match=r"'0\.weight' was made under torch\.inference_mode.*copy\.deepcopy"):
+        Quantizer(model, QuantizerConfig.presets.w8()).prepare((x,))
+    for mode in ("eager", "graph"):
+        prepared = Quantizer(copy.deepcopy(model), QuantizerConfig(execution_mode=mode)).prepare((x,))
+        with torch.no_grad():
+            assert torch.allclose(prepared(x), model(x), atol=0.1)
+
+
+def test_layers_in_branches_are_told():
+    """Weights that only torch.cond reads stay as they are."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(torch.cond(x.sum() > 0, lambda y: self.first(y), lambda y: y * 2, (x,)))
+
+    x, model, config = torch.ones(3, 4), Branches().eval(), QuantizerConfig.presets.w8(execution_mode="eager")
+    with pytest.raises(PlanError, match=r"enclosed-weight.*1 weight.*first\.weight \(cond\)"):
+        Quantizer(model, config).prepare((x,), strict=True)
+    expected = model(x)
+    prepared = Quantizer(model, config.set_module_name("first", None)).prepare((x,), strict=True)
+    assert torch.allclose(prepared(x), expected, atol=0.05)
 
 
 @pytest.mark.parametrize("batches", [1, 5])

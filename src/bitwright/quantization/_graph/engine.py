@@ -15,6 +15,7 @@ from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.planning import Plan
 from bitwright.planning.graph import GraphDecisions, boundary_paths, plan_graph_quantization
+from bitwright.planning.unusable_weights import refuse_unusable, tensors_needed
 from bitwright.program.export_errors import blaming_inputs
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
@@ -92,6 +93,7 @@ class GraphEngine(Engine):
         assert self._captured is not None
         module, decisions = self._captured
         assert decisions.plan is plan
+        refuse_unusable("Quantizer", tensors_needed(plan, self.program))
         self._captured = None
         insertion = GraphInsertion(module, self.program, decisions)
         with collector_paused():
