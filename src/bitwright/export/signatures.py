@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from bitwright.errors import BitwrightWarning
@@ -27,6 +28,7 @@ __all__ = [
     "refuse_numbers",
     "tensors_apart",
     "warn_of_lost_states",
+    "with_states_copied",
     "written_states",
     "written_tensors",
 ]
@@ -174,12 +176,30 @@ def written_states(program: torch.export.ExportedProgram) -> list[str]:
     Args:
         program: from ``torch.export``, or decomposed since.
     """
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if any(map(_reads, node.users))}
+    return [state for name, state in _states_to_write(program).items() if name in read]
+
+
+def with_states_copied(program: torch.export.ExportedProgram) -> Callable[..., Any]:
+    """Return what calls a program; it writes to copies of its states, which may be the user's own tensors."""
+    module = program.module()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    written = {name: tensors[name] for name in _states_to_write(program).values() if name in tensors}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        copies = {name: tensor.detach().clone() for name, tensor in written.items()}
+        return functional_call(module, copies, args, kwargs)
+
+    return run
+
+
+def _states_to_write(program: torch.export.ExportedProgram) -> dict[str, str]:
+    """Map placeholders to the buffers and parameters that a program writes to."""
     signature = program.graph_signature
     in_place = {node.name for node in written_tensors(program.graph)}
     as_outputs = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     states = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
-    read = {node.name for node in program.graph.find_nodes(op="placeholder") if any(map(_reads, node.users))}
-    return [state for name, state in states.items() if name in read and (name in in_place or state in as_outputs)]
+    return {name: state for name, state in states.items() if name in in_place or state in as_outputs}
 
 
 def _reads(node: fx.Node) -> bool:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from bitwright.export.conversion import OTHER_OPERATOR, ConversionError, plain_layout
 from bitwright.export.extras import require
+from bitwright.export.signatures import with_states_copied
 
 __all__ = ["check", "kernels_lacking", "largest_inputs", "load", "run_executorch"]
 
@@ -74,19 +74,12 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
 
 def _check_outputs(path: Path, program: torch.export.ExportedProgram, inputs: Any, enough_db: float) -> None:
     args, kwargs = inputs
-    expected = [tensor.double() for tensor in _tensors(_outputs(program, args, kwargs))]
+    expected = [tensor.double() for tensor in _tensors(with_states_copied(program)(*args, **kwargs))]
     found = run_executorch(path, tuple(tree_leaves(inputs)))
     noise = sum(float((a - b.double()).square().sum()) for a, b in zip(expected, found, strict=True))
     signal = sum(float(tensor.square().sum()) for tensor in expected)
     if not noise * 10 ** (enough_db / 10) <= signal:
         raise ValueError("its runtime computes something else than the exported program")
-
-
-def _outputs(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> Any:
-    """What a program returns in its first call, which writes to copies of its states: they may be the user's."""
-    module = program.module()
-    states = {name: state.detach().clone() for name, state in (*module.named_buffers(), *module.named_parameters())}
-    return functional_call(module, states, args, kwargs)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
