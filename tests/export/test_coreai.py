@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("coreai_torch")
 
 from bitwright.artifact import ArtifactError
+from bitwright.export.mapped import MappedFiles
 from bitwright.quantization import QuantizationSpec, _export_utils
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from tests.artifact.strategies import weight_specs
@@ -305,6 +306,16 @@ def test_any_name_of_a_module_names_a_file(mode, tmp_path):
     files = [path.name.lower() for path in (tmp_path / "deep" / "maps").iterdir()]
     assert len(set(files)) == 6
     assert [path.name for path in tmp_path.rglob("*") if path.parent.name != "maps"] == ["deep", "maps"]
+
+
+def test_numbered_names_of_files_are_free(tmp_path):
+    """A name that a number makes may be another tensor's own."""
+    files = MappedFiles(tmp_path / "maps", nn.Identity())
+    stored = [
+        files.store_tensors({"t": torch.full((4,), float(i))}, name)["t"] for i, name in enumerate(("a-1", "A", "a"))
+    ]
+    assert [float(tensor[0]) for tensor in stored] == [0.0, 1.0, 2.0]
+    assert len(list((tmp_path / "maps").iterdir())) == 3
 
 
 def test_mapped_files_are_refused_where_they_cannot_go(tmp_path):

@@ -52,6 +52,15 @@ def test_training_goes_on_from_loaded_ranges(mode, preset):
 
 
 @MODES
+def test_ranges_that_were_stored_in_half_precision_are_loaded(mode):
+    _, prepared = calibrated(mode, "w8a8")
+    _, fresh = start(mode, "w8a8")
+    fresh.load_state_dict({k: v.half() if v.is_floating_point() else v for k, v in prepared.state_dict().items()})
+    for one, two in zip(ranges(prepared), ranges(fresh), strict=True):
+        assert torch.equal(one.half().float(), two)
+
+
+@MODES
 def test_loaded_ranges_are_not_called_those_of_example_inputs(mode, recwarn):
     _, prepared = calibrated(mode, "w8a8")
     quantizer, fresh = start(mode, "w8a8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -41,6 +42,7 @@ class MappedFiles:
         self._directory = Path(directory)
         make_empty_directory(self._directory)
         self._written: list[Path] = []
+        self._taken: set[str] = set()
 
     def store(self, module: nn.Module, name: str) -> None:
         """Write a module's buffers to a file and replace them by views of it; see :meth:`store_tensors`."""
@@ -65,14 +67,17 @@ class MappedFiles:
 
     def _file_name(self, name: str) -> str:
         quoted = quote(name, safe="")[:_LONGEST_NAME]
-        taken = {path.stem.lower() for path in self._written}
-        return f"{quoted}-{len(self._written)}" if quoted.lower() in taken else quoted
+        numbered = (f"{quoted}-{number}" for number in itertools.count(1))
+        free = next(one for one in itertools.chain([quoted], numbered) if one.lower() not in self._taken)
+        self._taken.add(free.lower())
+        return free
 
     def discard(self) -> None:
         """Delete what was written."""
         for path in self._written:
             path.unlink(missing_ok=True)
         self._written.clear()
+        self._taken.clear()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,17 +105,25 @@ def export_onnx(
         lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=needed if opset is None else opset,
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
-    if program.exported_program is not None:
-        warn_of_lost_states(written_states(program.exported_program), "an ONNX file")
+    _tell_of_states(program)
     _fill_in(program, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
     _drop_metadata(program.model)
-    program.model.opset_imports.pop(DOMAIN, None)
-    if int4 == "matmul_nbits":
-        program.model.opset_imports["com.microsoft"] = 1
+    _declare_domains(program.model, int4)
     return _save(program, Path(path))
+
+
+def _tell_of_states(program: Any) -> None:
+    if program.exported_program is not None:
+        warn_of_lost_states(written_states(program.exported_program), "an ONNX file")
+
+
+def _declare_domains(model: Any, int4: str) -> None:
+    model.opset_imports.pop(DOMAIN, None)
+    if int4 == "matmul_nbits":
+        model.opset_imports["com.microsoft"] = 1
 
 
 def _check_arguments(example_inputs: Any, int4: Any, integer_kernels: Any) -> None:

@@ -206,7 +206,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         """Whether a state_dict holds other parameters than these; the same ones are still those of example inputs."""
         held = {**self._buffers, **self._parameters}
         return any(
-            not torch.equal(loaded.to(tensor.device), tensor)
+            not torch.equal(loaded.to(tensor.device, tensor.dtype), tensor)
             for name, tensor in held.items()
             if tensor is not None and isinstance(loaded := state_dict.get(prefix + name), torch.Tensor)
         )
