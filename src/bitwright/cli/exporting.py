@@ -157,6 +157,7 @@ def _export_finalized(
     from bitwright._utils.files import new_file_atomically
     from bitwright.inspection import apply_configs
     from bitwright.inspection._batches import inputs_of
+    from bitwright.program.exporting import exported
 
     net, recipe, feed = load_model(model), load_recipe(config), load_data(data, batches)
     example = inputs_of(feed[0], net)
@@ -164,7 +165,7 @@ def _export_finalized(
         finalized = apply_configs(net, recipe.configs, feed, progress=say).finalize(backend)
         say("exporting")
         with torch.no_grad():
-            program = torch.export.export(finalized.eval(), example.args, dict(example.kwargs))
+            program = exported(finalized.eval(), example.args, dict(example.kwargs))
         with new_file_atomically(output) as part:
             _save_program(program, part)
     out.say(f"saved: {output}")

@@ -17,13 +17,21 @@ from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.program.graph import plain_attention
 from bitwright.program.protect import preserved_state
 
-from .conversion import OTHER_OPERATOR, converting, finalized_copy, module_path, refuse_missing
+from .conversion import (
+    OTHER_OPERATOR,
+    ConversionError,
+    captured,
+    converting,
+    finalized_copy,
+    module_path,
+    refuse_missing,
+)
 from .coreml import Dequantize
 from .coreml_ops import register_missing_ops
 from .coreml_weights import NO_BFLOAT16
 from .devices import all_on_cpu
 from .extras import require
-from .signatures import warn_of_lost_states
+from .signatures import warn_of_lost_states, written_states
 
 __all__ = ["check_coreml_operators", "compressed_constants", "export_coreml"]
 
@@ -142,10 +150,22 @@ def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
         after = dict(model.named_buffers())
         written = [name for name, (buffer, version) in before.items()
                    if after.get(name) is not buffer or buffer._version != version]  # fmt: skip
-        warn_of_lost_states([name.removeprefix("inner.") for name in written], "a Core ML package")
+    states = [name.removeprefix("inner.") for name in _reaching_outputs(written, model, inputs)]
+    warn_of_lost_states(states, "a Core ML package")
     _replace_copies(traced)
     register_missing_ops()
     return traced
+
+
+def _reaching_outputs(written: list[str], model: nn.Module, inputs: tuple[Any, ...]) -> list[str]:
+    """Which of the written buffers later calls are computed from; all of them where torch.export cannot tell."""
+    if not written:
+        return []
+    try:
+        reaching = written_states(captured(model, _wide(inputs)))
+    except ConversionError:
+        return written
+    return [name for name in written if name in reaching]
 
 
 def _frontend(coremltools: Any, traced: Any, inputs: tuple[Any, ...]) -> Any:

@@ -171,13 +171,39 @@ def forget_written_parameters(program: torch.export.ExportedProgram) -> list[str
 
 
 def written_states(program: torch.export.ExportedProgram) -> list[str]:
-    """Return the names of the buffers and parameters that a program writes to, except for those that it only fills.
+    """Return the names of the buffers and parameters by which a call of a program changes the outputs of later ones.
+
+    Not those that it only fills, nor counters of calls that nothing else is computed from.
 
     Args:
         program: from ``torch.export``, or decomposed since.
     """
     read = {node.name for node in program.graph.find_nodes(op="placeholder") if any(map(_reads, node.users))}
-    return [state for name, state in _states_to_write(program).items() if name in read]
+    reaching = {node.name for node in _computed_from(program)}
+    return [state for name, state in _states_to_write(program).items() if name in read & reaching]
+
+
+def _computed_from(program: torch.export.ExportedProgram) -> set[fx.Node]:
+    """Return what the outputs of a program are computed from, in this call and in those before it."""
+    signature, writers = program.graph_signature, dict[fx.Node, list[fx.Node]]()
+    for node in filter(_writes, program.graph.nodes):
+        writers.setdefault(_viewed(node.args[0]), []).append(node)
+    kept, mutated = dict[str, fx.Node](), {**signature.buffers_to_mutate, **signature.parameters_to_mutate}
+    left = list[fx.Node]()
+    for value in filter(lambda value: isinstance(value, fx.Node), _outputs(program)):
+        if value.name in mutated:
+            kept[mutated[value.name]] = value
+        if value.name in signature.user_outputs:
+            left.append(value)
+    states = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
+    found = set[fx.Node]()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes + writers.get(_viewed(node), [])
+            left += [kept[state] for state in [states.get(node.name)] if state in kept]
+    return found
 
 
 def with_states_copied(program: torch.export.ExportedProgram) -> Callable[..., Any]:

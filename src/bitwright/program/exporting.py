@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.errors import TraceError
 
+from .assigned_buffers import assignments_written
 from .export_errors import flag_refused, sizes_refused, unknown_class
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
@@ -67,7 +68,7 @@ def _captured(
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
     """A program, and the names of buffers that the model registered for the first time."""
     capture = partial(_capture, model, tuple(args), dict(kwargs), options)
-    with without_fake_tensors(model), _registrations(model) as registered:
+    with without_fake_tensors(model), assignments_written(model), _registrations(model) as registered:
         try:
             program = captured_again_if_corrected(capture)
         except Exception as error:

@@ -17,6 +17,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from bitwright.errors import TraceError
 
+from .assigned_buffers import read_before_writing
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape
@@ -64,6 +65,7 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     inline_scopes(graph, root.module)
     _drop_trace_asserts(graph)
     _drop_dead_code(graph)
+    read_before_writing(graph)
     return TracedGraphModule(root.module, graph, _input_check(exported, graph))
 
 

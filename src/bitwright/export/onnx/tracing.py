@@ -26,6 +26,7 @@ from bitwright.export.experts import spell_out_experts
 from bitwright.export.extras import require
 from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.signatures import refuse_numbers
+from bitwright.program.assigned_buffers import assignments_written
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import sizes_refused
 from bitwright.program.input_shapes import each_input_named
@@ -96,6 +97,7 @@ def _traced(
             exact_constants(),
             registry_kept(),
             inputs_unmarked(args, kwargs),
+            assignments_written(model) if isinstance(model, nn.Module) else contextlib.nullcontext(),
         ):
             export = partial(
                 torch.onnx.export,
