@@ -235,12 +235,15 @@ def test_what_is_written_can_be_read(outputs, dtype, granularity, tmp_path):
     torch.manual_seed(0)
     layer = nn.Linear(32, outputs).eval()
     layer.weight.data.abs_()  # so that zero points are no zeros
-    _, ready = prepared(layer, torch.randn(2, 32), spec_of(dtype, granularity, qscheme="asymmetric"))
+    x = torch.randn(2, 32)
+    quantizer, ready = prepared(layer, x, spec_of(dtype, granularity, qscheme="asymmetric"))
     grouped = granularity.axis == 1
     if grouped and not isinstance(granularity, PerBlockGranularity) and outputs > 1:
         words = "blocks of"
     else:
         words = "of 4 bits for several groups" if grouped and outputs <= 8 and dtype in ("int4", "uint4") else None
+    problems = Quantizer(layer, quantizer._config).plan((x,), target="compressed-tensors").problems
+    assert [words in problem.message for problem in problems] == ([] if words is None else [True])
     if words is None:
         state = read_compressed_tensors(export_compressed_tensors(ready, tmp_path / "c"))
         assert torch.equal(state["weight"], ready.weight)

@@ -150,11 +150,17 @@ def _row_support(row: PlanRow, target: str) -> Support:
 
 
 def _sample_shape(row: PlanRow) -> tuple[int, ...]:
-    """Sizes of a smaller weight whose compressed form is of the same kind: at most two blocks along a dimension."""
+    """Sizes of a smaller weight whose compressed form is of the same kind: at most two blocks along a dimension.
+
+    Nine along the first: up to eight zero points of 4 bits are one word, which matters to compressed-tensors.
+    """
     if isinstance(row.spec, PalettizationSpec):
         unit = row.spec.cluster_dim * getattr(row.spec.granularity, "group_size", 1)
         return tuple(min(size, max(2, 64 // unit) * unit) for size in row.shape)
-    shape = tuple(size * min(2, count // size) for size, count in zip(row.block_size, row.shape, strict=False))
+    most = (9, *(2 for _ in row.shape[1:]))
+    shape = tuple(
+        size * min(limit, count // size) for limit, size, count in zip(most, row.block_size, row.shape, strict=False)
+    )
     return shape if len(shape) == len(row.shape) and all(shape) else row.shape
 
 
@@ -192,9 +198,9 @@ def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
 
 
 def _compressed_tensors_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
-    from .checkpoints.compressed_tensors import unsupported_weight
+    from .checkpoints.compressed_tensors import unreadable, unsupported_weight
 
-    problem = unsupported_weight(tensor, linear)
+    problem = unsupported_weight(tensor, linear) or unreadable(tensor)
     return Support(Form.PACKED) if problem is None else Support(Form.REFUSED, problem)
 
 

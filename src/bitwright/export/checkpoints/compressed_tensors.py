@@ -19,7 +19,7 @@ from bitwright.formats import pack
 from .integers import signed_codes
 from .source import artifact_of_weights, linear_weights
 
-__all__ = ["export_compressed_tensors", "unsupported_weight"]
+__all__ = ["export_compressed_tensors", "unreadable", "unsupported_weight"]
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def export_compressed_tensors(
     rounded: list[str] = []
     for name in artifact:
         tensor = artifact[name]
-        problem = unsupported_weight(tensor, name in packable) or _unreadable(tensor)
+        problem = unsupported_weight(tensor, name in packable) or unreadable(tensor)
         if not isinstance(tensor, QuantizedTensor) or problem:
             if problem and not allow_dense:
                 refused.append(f"{name}: {problem}")
@@ -166,7 +166,7 @@ def unsupported_weight(tensor: CompressedTensor[Any], linear: bool) -> str | Non
     return None
 
 
-def _unreadable(tensor: CompressedTensor[Any]) -> str | None:
+def unreadable(tensor: CompressedTensor[Any]) -> str | None:
     """Return why the library could not read a weight that its format can hold; None if it can.
 
     ``unpack_from_int32`` transposes zero points to ``[groups, words]`` and views words of 4-bit codes as bytes. Where
