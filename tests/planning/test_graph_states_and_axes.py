@@ -12,7 +12,12 @@ from bitwright.artifact import Artifact, QuantizedTensor
 from bitwright.errors import ConfigMatchWarning, PlanError
 from bitwright.planning import Plan
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
-from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from bitwright.quantization.spec import (
+    FakeQuantizeImplBase,
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+)
 
 OFF = {"op_input_spec": None, "op_output_spec": None, "op_state_spec": None}
 INT8 = QuantizationSpec(dtype="int8", granularity=PerTensorGranularity())
@@ -82,6 +87,18 @@ def test_a_parameter_is_no_input() -> None:
     assert isinstance(raised.value, RuntimeError)
     left_alone = QuantizerConfig(global_config=ModuleQuantizerConfig(op_input_spec={1: None, 0: INT8}))
     Quantizer(nn.Linear(4, 4), left_alone).prepare((torch.randn(2, 4),))
+
+
+def test_counters_are_no_tensors_to_quantize() -> None:
+    """A batch norm that is captured in training adds one to its counter, which is the first input of that addition."""
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_input_spec={0: INT8}, op_output_spec=None))
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)).train()
+    quantizer = Quantizer(model, config)
+    ready = quantizer.prepare((torch.randn(2, 3, 6, 6),))
+    assert sum(isinstance(module, FakeQuantizeImplBase) for module in ready.modules()) == 4
+    with quantizer.training_mode():
+        ready(torch.randn(2, 3, 6, 6))
+    assert ready.get_buffer("1.num_batches_tracked") == 1
 
 
 class BothWays(nn.Module):

@@ -143,6 +143,8 @@ def state_input_problems(program: Program, op_rule_of: Callable[[Op], OpRule | N
             state = argument.value.state
             if state is None or match.spec is None or match.key == ALL_TENSORS:
                 continue
+            if not state.tensor.is_floating_point():  # counters, which batch norms advance: no numbers to quantize
+                continue
             where = f"{op_rule.describe()}.op_input_spec[{match.key!r}]"
             message = (
                 f"Config is attempting to set op_input_spec for {state.name!r}, a parameter or buffer that {op.name} "

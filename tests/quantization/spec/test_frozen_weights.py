@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from bitwright import kernels
+from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels.many import LARGEST
-from bitwright.quantization.spec import FakeQuantizeImplBase, PerChannelGranularity
+from bitwright.quantization.spec import FakeQuantizeImplBase, PerChannelGranularity, QuantizationScheme
 
-from .spec_strategies import WEIGHT, fake_quantizer
+from .spec_strategies import ACTIVATION, WEIGHT, fake_quantizer
 
 
 def frozen(**fields: Any) -> tuple[FakeQuantizeImplBase, torch.nn.Parameter]:
@@ -247,3 +249,42 @@ def test_a_weight_observed_by_a_running_calculator_is_observed_each_time() -> No
         found(weight)
         found(weight)
     assert float(found.qparams_calculator.running_max) == 2.5
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_change_of_what_a_range_is_made_of_is_noticed(training: bool, grad: bool) -> None:
+    """The weight is the same; what its range is measured with is another."""
+    found = fake_quantizer(WEIGHT, dtype="int4").train(training)
+    weight, calculator = torch.nn.Parameter(torch.linspace(0, 3, 8)), found.qparams_calculator
+    with torch.set_grad_enabled(grad):
+        for float_range, qscheme, expected in (
+            ([None, None], QuantizationScheme.SYMMETRIC, 0.4),
+            ([None, 6.0], QuantizationScheme.SYMMETRIC, 0.8),
+            ([None, None], QuantizationScheme.ASYMMETRIC, 0.2),
+            ([None, None], QuantizationScheme.SYMMETRIC, 0.4),
+        ):
+            calculator.float_range, calculator.qscheme = float_range, qscheme
+            for _ in range(3):
+                found(weight)
+                assert calculator.scale.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        *itertools.product([WEIGHT, ACTIVATION], ["static", "moving_average", "global_minmax"]),
+        (ACTIVATION, "dynamic"),
+    ],
+)
+def test_a_calculator_keeps_its_own_bounds(target: CompressionTargetTensor, kind: str) -> None:
+    """Those of the simulator say what codes there are, as in coreai-opt."""
+    found = fake_quantizer(target, dtype="int4", qparam_calculator_cls=kind)
+    x = torch.linspace(-3, 3, 64)
+    x = torch.nn.Parameter(x) if target is WEIGHT else x
+    found(x)
+    found.quant_min = -2
+    for _ in range(3):
+        y = found(x)
+        assert found.qparams_calculator.scale.item() == pytest.approx(0.4)
+        assert y.min().item() == pytest.approx(-0.8)

@@ -100,6 +100,7 @@ def test_blocks_that_do_not_divide_are_a_mismatch(shape: list[int], blocks: list
     [
         (PerChannelGranularity(), (2, 3), "axis=None.*give the axis"),
         (PerChannelGranularity(axis=2), (2, 3), r"axis 2 is out of bounds .*rank 2.*\[-2, 2\)"),
+        (PerChannelGranularity(axis=-1), (), "axis -1 is out of bounds for a tensor of rank 0"),
         (PerBlockGranularity(block_size=2), (2, 3), "axis=None with the int block_size 2"),
         (PerBlockGranularity(axis=-3, block_size=2), (2, 3), "axis -3 is out of bounds"),
         (PerBlockGranularity(axis=0, block_size=(1, 3)), (2, 3), "leave axis out"),

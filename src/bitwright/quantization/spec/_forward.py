@@ -20,6 +20,7 @@ from bitwright.kernels.remade import remember_making
 from ._block_layout import BlockLayout
 from ._one_pass import (
     follows_latest,
+    has_bounds_of,
     is_plainly_static,
     is_settled_dynamic,
     measures_both_ends,
@@ -30,7 +31,7 @@ from ._running_range import RunningRangeMixin
 from ._sharded import is_sharded, on_whole
 from ._shortcut import following, is_repeated, observing, quantizing, remembering
 from ._switches import SwitchedModule
-from ._weight_memory import WeightMemory
+from ._weight_memory import WeightMemory, measurement
 from .errors import _BlockSizeMismatchError
 from .granularity import QuantizationGranularity
 from .qformulation import QuantizationFormulation
@@ -193,10 +194,10 @@ class FakeQuantizeForward(SwitchedModule):
         if not self._is_fused() or _is_in_backward() or not tensor.numel():
             return None
         if follows_latest(calculator):
-            if self._fake_quant_on:
+            if self._fake_quant_on and has_bounds_of(calculator, self):
                 return self._follow(tensor, calculator)
-            return tensor if is_settled_dynamic(calculator) else None
-        if not tracks_in_place(calculator, tensor.dtype, tensor.device):
+            return tensor if not self._fake_quant_on and is_settled_dynamic(calculator) else None
+        if not (tracks_in_place(calculator, tensor.dtype, tensor.device) and has_bounds_of(calculator, self)):
             return None
         with contextlib.suppress(_BlockSizeMismatchError):  # the calculator meets it again and says so
             self._block_size(tensor.shape)
@@ -254,7 +255,8 @@ class FakeQuantizeForward(SwitchedModule):
         known = calculator._initialized and memory.knows(weight, self._stored(calculator), self._current_grid())
         y: torch.Tensor | None = None
         qparams: QParams | None
-        if self._observer_on and not (static and (calculator.is_frozen or (known and memory.observed))):
+        measured = known and static and memory.measured_with == measurement(calculator)
+        if self._observer_on and not (static and (calculator.is_frozen or measured)):
             y, qparams = self._observe_weight(weight, calculator, static)
             known = False
         else:
@@ -276,13 +278,15 @@ class FakeQuantizeForward(SwitchedModule):
         self, weight: torch.nn.Parameter, calculator: StatefulQParamsCalculatorBase, static: bool
     ) -> tuple[torch.Tensor | None, QParams | None]:
         """Observe a parameter, in one pass with its quantization where the classes are Bitwright's own."""
-        if static and self._fake_quant_on and self._is_fused() and measures_both_ends(calculator):
+        fused = static and self._fake_quant_on and self._is_fused()
+        if fused and measures_both_ends(calculator) and has_bounds_of(calculator, self):
             y = self._follow(weight, calculator)
             qparams: QParams | None = None if self._is_off else self._stored(calculator)
         else:
             y, qparams = None, self._observe(weight, calculator)
         if static and qparams is not None:
-            self._memory.remember(weight, self._stored(calculator), self._current_grid(), observed=True)
+            stored, grid = self._stored(calculator), self._current_grid()
+            self._memory.remember(weight, stored, grid, measured_with=measurement(calculator))
         return y, qparams
 
     def _kept(
@@ -299,7 +303,7 @@ class FakeQuantizeForward(SwitchedModule):
             return kept
         qparams = self._stored(calculator)
         if not known and y is None:
-            self._memory.remember(weight, qparams, self._current_grid(), observed=False)
+            self._memory.remember(weight, qparams, self._current_grid())
         if y is None or y.is_inference():  # which would be of no use outside inference mode
             with torch.inference_mode(False), torch.no_grad():
                 y = self._fake_quantize(weight, *qparams)

@@ -17,7 +17,20 @@ from .qparams_calculator import (
 )
 from .range_calculator import MinMaxRangeCalculator
 
-__all__ = ["follows_latest", "is_plainly_static", "is_settled_dynamic", "measures_both_ends", "tracks_in_place"]
+__all__ = [
+    "follows_latest",
+    "has_bounds_of",
+    "is_plainly_static",
+    "is_settled_dynamic",
+    "measures_both_ends",
+    "tracks_in_place",
+]
+
+
+def has_bounds_of(calculator: Any, simulator: Any) -> bool:
+    """Whether a calculator chooses parameters for the codes that its simulator has; either's can be set."""
+    bounds: bool = calculator.quant_min == simulator.quant_min and calculator.quant_max == simulator.quant_max
+    return bounds
 
 
 def is_plainly_static(calculator: Any) -> bool:

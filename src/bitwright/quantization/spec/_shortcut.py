@@ -23,8 +23,8 @@ from bitwright.kernels.many import LARGEST
 from bitwright.kernels.remade import remember_making
 from bitwright.kernels.saved import hooked_by_others
 
-from ._one_pass import is_plainly_static, measures_both_ends, tracks_in_place
-from ._weight_memory import WeightMemory, watch
+from ._one_pass import has_bounds_of, is_plainly_static, measures_both_ends, tracks_in_place
+from ._weight_memory import WeightMemory, measurement, watch
 from .granularity import PerTensorGranularity
 
 __all__ = ["following", "is_repeated", "observing", "quantizing", "remembering"]
@@ -259,6 +259,7 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
     if kept is None or kept.is_inference() or switches is None:
         return None
     observer, fake_quant, off = switches
+    observes = simulator._observer_on and not calculator.is_frozen
     buffers, grid = calculator._buffers, simulator._current_grid()
     still = watch(weight, (buffers["scale"], buffers["zero_point"], buffers["minval"]), grid, switches)
     if still is None:
@@ -271,6 +272,7 @@ def remembering(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call |
             own["training"]
             or memory.kept is not kept
             or kept._version != version
+            or (observes and memory.measured_with != measurement(calculator))
             or switch["observer_enabled"] is not observer
             or switch["fake_quant_enabled"] is not fake_quant
             or switch["_disabled"] is not off
@@ -293,9 +295,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
     if switches is None or kind not in _WEIGHTS or (weight.is_cpu and weight.numel() > LARGEST):
         return None
     observes = simulator._observer_on and not calculator.is_frozen
-    if not simulator._fake_quant_on or (
-        observes and not (is_plainly_static(calculator) and measures_both_ends(calculator))
-    ):
+    if not simulator._fake_quant_on or (observes and not _is_measured_at_once(simulator, calculator)):
         return None
     observer, fake_quant, off = switches
     version = simulator._seen_version
@@ -346,6 +346,12 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
 
     simulator._shortcut.task = what
     return call
+
+
+def _is_measured_at_once(simulator: Any, calculator: Any) -> bool:
+    """Whether a kernel finds the parameters that a calculator chooses for a weight."""
+    plainly = is_plainly_static(calculator) and measures_both_ends(calculator)
+    return plainly and has_bounds_of(calculator, simulator)
 
 
 def is_repeated(simulator: Any) -> bool:

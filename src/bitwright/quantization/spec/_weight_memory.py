@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from bitwright.kernels.dispatch import is_plain_torch, take_snapshot
 
 from ._sharded import may_change_unseen
 
-__all__ = ["WeightMemory", "watch"]
+__all__ = ["WeightMemory", "measurement", "watch"]
 
 QParams = tuple[torch.Tensor | None, ...]
 Holds = Callable[[torch.Tensor, QParams, Grid], bool]
@@ -33,13 +34,14 @@ class WeightMemory:
     Copies and pickles of a memory are empty.
 
     Attributes:
-        observed: whether the parameters of the remembered state were computed from its weight.
+        measured_with: ``measurement`` of the calculator that computed the parameters of the remembered state from its
+            weight; None if they come from elsewhere.
         state: takes a weight, its parameters and the grid, and says whether they are in the remembered state.
         kept: the quantized weight of the remembered state, whether or not somebody has written to it since.
         kept_version: what its version was; 0 for an inference tensor.
     """
 
-    __slots__ = ("kept", "kept_version", "observed", "state")
+    __slots__ = ("kept", "kept_version", "measured_with", "state")
 
     def __init__(self) -> None:
         self.forget()
@@ -50,7 +52,7 @@ class WeightMemory:
     def forget(self) -> None:
         """Forget everything."""
         self.state: Holds | None = None
-        self.observed = False
+        self.measured_with: tuple[Any, ...] | None = None
         self.drop_output()
 
     def drop_output(self) -> None:
@@ -62,11 +64,13 @@ class WeightMemory:
         """Return whether the remembered state is the present one."""
         return self.state is not None and self.state(weight, qparams, grid)
 
-    def remember(self, weight: torch.Tensor, qparams: QParams, grid: Grid, observed: bool) -> None:
+    def remember(
+        self, weight: torch.Tensor, qparams: QParams, grid: Grid, measured_with: tuple[Any, ...] | None = None
+    ) -> None:
         """Remember the present state in place of any other."""
         self.forget()
         self.state = watch(weight, qparams, grid)
-        self.observed = observed and self.state is not None
+        self.measured_with = measured_with if self.state is not None else None
 
     def keep(self, output: torch.Tensor) -> None:
         """Keep the quantized weight of the remembered state."""
@@ -83,6 +87,18 @@ class WeightMemory:
         if output.is_inference():  # unusable outside inference mode, and without a version counter
             return output if torch.is_inference_mode_enabled() else None
         return output if output._version == self.kept_version else None
+
+
+def measurement(calculator: Any) -> tuple[Any, ...]:
+    """Return what the parameters that a calculator computes depend on, besides the tensor."""
+    return (
+        calculator.qscheme,
+        tuple(calculator.float_range),
+        calculator.scale_dtype,
+        calculator.quant_min,
+        calculator.quant_max,
+        calculator._modules["range_calculator"],
+    )
 
 
 def watch(weight: torch.Tensor, qparams: QParams, grid: Grid, switches: Sequence[torch.Tensor] = ()) -> Holds | None:

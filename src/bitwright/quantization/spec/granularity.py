@@ -106,7 +106,7 @@ class QuantizationGranularity(RegisteredModel, ABC):
         """Return the non-negative channel axis of a per-channel granularity, None for any other."""
         if not isinstance(granularity, PerChannelGranularity) or granularity.axis is None:
             return None
-        return granularity.axis % tensor_ndim if granularity.axis < 0 else granularity.axis
+        return _normalized(granularity.axis, tensor_ndim) if granularity.axis < 0 else granularity.axis
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
