@@ -98,6 +98,17 @@ def test_wanda_is_magnitude_times_input_norm_in_each_row():
     assert not torch.equal(before != 0, expected)
 
 
+@pytest.mark.parametrize("options", [{"scope": "row"}, {"pruning_algo": "wanda"}])
+def test_outputs_of_grouped_transposed_convolutions_are_ranked_apart(options):
+    """Output 1 of group 0 and output 1 of group 1 stand in one column of the weight, ``[inputs, outputs / groups]``."""
+    layer, x = nn.ConvTranspose2d(8, 6, 3, groups=2), torch.randn(1, 8, 4, 4)
+    with torch.no_grad():
+        layer.weight[4:] *= 100  # all of the first group would go
+    pruned(layer, (x,), **options)
+    kept = (layer.weight != 0).unflatten(0, (2, 4)).transpose(1, 2).flatten(2)
+    assert torch.equal(kept.sum(2), torch.full((2, 3), 18))
+
+
 def test_wanda_without_data_is_magnitude_in_each_row():
     """Until calibration all inputs count the same."""
     model = nn.Linear(12, 6)

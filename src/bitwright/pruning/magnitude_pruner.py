@@ -19,6 +19,7 @@ from bitwright.errors import BitwrightWarning
 from bitwright.planning import Placement
 from bitwright.planning.ops import default_weight_axes
 from bitwright.planning.pruned import PruningTechnique
+from bitwright.program.model import StateTensor
 
 from ._calibration import calibrate
 from ._collector import InputCollector
@@ -90,11 +91,13 @@ class MagnitudePruner(WeightCompressor):
         assert isinstance(spec, PruningSpec)
         assert state is not None
         axes = default_weight_axes(state) if spec.scope != "tensor" else None
+        row_axis = 0 if axes is None else axes.channel
         impl: PruneImplBase = spec.pruning_algo(
             target_sparsity=spec.target_sparsity,
             pruning_scheme=spec.pruning_scheme,
             scope=spec.scope,
-            row_axis=0 if axes is None else axes.channel,
+            row_axis=row_axis,
+            row_groups=_groups(state) if row_axis == 1 else 1,
         )
         impl.schedule = self._rules[placement.module_path].config.sparsity_schedule
         return impl
@@ -255,6 +258,16 @@ class MagnitudePruner(WeightCompressor):
         for places in shared.values():
             if any(place.simulator.is_stale for place in places):
                 _rank_together(places)
+
+
+def _groups(state: StateTensor) -> int:
+    """Return the groups of the transposed convolutions that read a weight ``[inputs, outputs / groups, ...]``."""
+    shape = state.tensor.shape
+    for use in (*state.uses, *state.views):
+        if use.op.type.startswith("conv_transpose") and use.op.outputs:
+            result = use.op.outputs[0].shape
+            return int(result[len(result) - len(shape) + 1]) // shape[1]
+    return 1
 
 
 def _rank_together(places: list[SimulatorPlace[PruneImplBase]]) -> None:

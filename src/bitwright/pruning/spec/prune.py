@@ -33,6 +33,8 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         pruning_scheme: which entries are removed together.
         scope: what is ranked against what; None for the algorithm's own.
         row_axis: dimension of the output channels, for the scope ``"row"``.
+        row_groups: into how many parts the other end of the layer is cut, where ``row_axis`` counts the output channels
+            of one of them, as in a grouped transposed convolution.
         **kwargs: ignored; what else a spec or the eager engine hands over.
 
     Attributes:
@@ -62,13 +64,14 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         *,
         scope: Scope | None = None,
         row_axis: int = 0,
+        row_groups: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         self.pruning_scheme = Unstructured() if pruning_scheme is None else pruning_scheme
         self.target_sparsity = self.pruning_scheme.final_sparsity(target_sparsity)
         self.scope: Scope = self.default_scope if scope is None else scope
-        self.row_axis = row_axis
+        self.row_axis, self.row_groups = row_axis, row_groups
         self.schedule: SparsityScheduleBase | None = None
         self.enabled = True
         self._stale = True
@@ -206,8 +209,10 @@ class _ScoredPruneImpl(PruneImplBase):
         scores = self.scores(weight)
         if self.scope != "row" or not isinstance(self.pruning_scheme, Unstructured) or scores.ndim < 2:
             return self.pruning_scheme.mask_from_scores(scores, self._sparsity)
-        rows = scores.movedim(self.row_axis, 0)
-        return keep_largest(rows, self._sparsity, rows.shape[0]).movedim(0, self.row_axis)
+        parts = scores.unflatten(0, (self.row_groups, -1)) if self.row_groups > 1 else scores[None]
+        rows = parts.movedim(self.row_axis + 1, 1)
+        kept = keep_largest(rows, self._sparsity, rows.shape[0] * rows.shape[1])
+        return kept.movedim(1, self.row_axis + 1).flatten(0, 1)
 
 
 @PruneImplBase.register("default")
