@@ -117,7 +117,9 @@ class _BaseModelCompressor(ABC):
         # A buffer survives deepcopy and the rebuilding of graph modules; non-persistent, it is not in the state_dict.
         held = next(itertools.chain(model.parameters(), model.buffers()), None)
         device = None if held is None or held.is_meta else held.device  # where all other buffers are
-        model.register_buffer(_COREAI_OPT_PREPARED_ATTR, torch.tensor(True, device=device), persistent=False)
+        # Not register_buffer: it refuses a name that a wrapper finds in a prepared model inside it.
+        model._buffers[_COREAI_OPT_PREPARED_ATTR] = torch.tensor(True, device=device)
+        model._non_persistent_buffers_set.add(_COREAI_OPT_PREPARED_ATTR)
         model.__dict__.pop(_FINALIZED_ATTR, None)
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import torch
 from torch import nn
@@ -39,3 +40,18 @@ def test_copies_of_rnns_use_their_own_weights():
         clone.rnn.parametrizations.weight_ih_l0.original.mul_(2)
     assert torch.equal(model(*tokens), before)
     assert not torch.equal(clone(*tokens), before)
+
+
+def test_copying_an_rnn_runs_no_simulator():
+    """Which would go on observing; torch's recurrent layers look at their weights when they are copied."""
+    model = TokenModel().eval()
+    tokens = (torch.randint(0, 12, (2, 5)),)
+    MagnitudePruner(model).prepare(tokens)
+    expected, calls = model(*tokens), []
+    simulator = model.rnn.parametrizations.weight_ih_l0[0]
+    handle = simulator.register_forward_hook(lambda *_: calls.append(1))
+    clone = copy.deepcopy(model)
+    handle.remove()
+    assert not calls
+    assert all(any(one is own for own in clone.rnn.parameters()) for one in clone.rnn._flat_weights)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(*tokens), expected)

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase
 
 from .forward_scope import ForwardScope, wrap_forward
 from .kept_layouts import stands_for_activation
-from .parametrization import order_before
+from .parametrization import order_before, own_parametrizations
 
 __all__ = ["LISTINGS", "asks_for_states", "is_listed_by_torch", "list_own_states"]
 
@@ -207,16 +206,14 @@ def _own_names(module: nn.Module, parameters: bool) -> list[str]:
 
 def _identity(module: nn.Module, name: str) -> tuple[int, ...]:
     """What tied weights have in common: the tensor, or what computes it, for finalized ones have no tensor."""
-    if parametrize.is_parametrized(module, name):
-        chains: Any = module._modules["parametrizations"]  # asked for as attributes, torch.export wraps modules
-        return tuple(map(id, chains._modules[name]._modules.values()))
-    return (id(_stored(module, name)),)
+    chain = own_parametrizations(module).get(name)
+    return (id(_stored(module, name)),) if chain is None else tuple(map(id, chain._modules.values()))
 
 
 def _stored(module: nn.Module, name: str) -> torch.Tensor | None:
     """The tensor behind a name: what stands under simulators, or in their place; None where there is none."""
-    if parametrize.is_parametrized(module, name):
-        chain: Any = module.parametrizations[name]  # type: ignore[index]
+    chain = own_parametrizations(module).get(name)
+    if chain is not None:
         original: torch.Tensor | None = getattr(chain, "original", None)
         return original
     slot = module._parameters if name in module._parameters else module._buffers

@@ -6,9 +6,8 @@ that stores the base class and rebuilds the parametrized one on loading. It also
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -23,9 +22,20 @@ from .adapter_merging import is_merging, is_unloading, peft_is_in_use
 from .call_frames import shielded, thread_frames
 from .weight_writes import notice_read, places_seen
 
-__all__ = ["clear_parametrization", "order_before", "original_tensor", "parametrize_tensor"]
+__all__ = ["clear_parametrization", "order_before", "original_tensor", "own_parametrizations", "parametrize_tensor"]
 
 _ORDER = "_bitwright_order"
+
+
+def own_parametrizations(module: nn.Module) -> Mapping[str, Any]:
+    """Return the ``ParametrizationList`` of each parametrized tensor of a module, by the tensor's name.
+
+    ``parametrize.is_parametrized`` asks for an attribute, which a wrapper may answer with that of the layer inside it.
+    """
+    if "parametrizations" not in module._modules:  # a scripted module's dictionary has no get()
+        return {}
+    own = module._modules["parametrizations"]
+    return own._modules if isinstance(own, nn.ModuleDict) else {}
 
 
 def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Callable[[], None]:
@@ -34,13 +44,16 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     Returns:
         The function that undoes it: the tensor stands in its old place again, in the old order.
     """
-    stacked = parametrize.is_parametrized(module, name)
+    own = own_parametrizations(module)
+    stacked = name in own
     order = [*module._parameters, *module._buffers]
     first = _ORDER not in module.__dict__
     if name in order:
         module.__dict__.setdefault(_ORDER, tuple(order))
+    if not own:  # until torch puts a ModuleDict there: a wrapper answers with that of the layer inside it
+        module.__dict__["parametrizations"] = None
     parametrize.register_parametrization(module, name, simulator, unsafe=True)
-    _keep_with_tensor(simulator, module.parametrizations[name])  # type: ignore[index, arg-type]
+    _keep_with_tensor(simulator, own_parametrizations(module)[name])
     _disguise(module)
     if not stacked:
         _quicken(module, name)
@@ -48,7 +61,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
         _use_live_weights(module)
 
     def undo() -> None:
-        chain: Any = module.parametrizations[name]  # type: ignore[index]
+        chain: Any = own_parametrizations(module)[name]
         if len(chain) > 1:
             del chain._modules[str(len(chain) - 1)]
             return
@@ -73,7 +86,7 @@ def clear_parametrization(module: nn.Module, name: str) -> None:
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     slots: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
     slots[name] = original
-    if isinstance(module, nn.RNNBase) and not parametrize.is_parametrized(module):
+    if isinstance(module, nn.RNNBase) and not own_parametrizations(module):
         _restore_rnn(module)
 
 
@@ -94,10 +107,8 @@ def _keep_with_tensor(simulator: nn.Module, chain: nn.Module) -> None:
 
 def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """Return the tensor behind ``module.<name>``, whether it is parametrized or not."""
-    if parametrize.is_parametrized(module, name):
-        original: torch.Tensor = module.parametrizations[name].original  # type: ignore[index, union-attr]
-        return original
-    tensor: torch.Tensor = getattr(module, name)
+    chain = own_parametrizations(module).get(name)
+    tensor: torch.Tensor = getattr(module, name) if chain is None else chain.original
     return tensor
 
 
@@ -176,43 +187,49 @@ def _disguise(module: nn.Module) -> None:
     cls.__name__, cls.__qualname__ = base.__name__, base.__qualname__  # some forwards ask for it
     cls.register_parameter = _register_parameter
     cls.__reduce_ex__ = _reduce_parametrized
-    if "__deepcopy__" in vars(cls):  # torch's own, for a base class that has none
-        cls.__deepcopy__ = _deepcopy_parametrized
-
-
-def _deepcopy_parametrized(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module into a class of its own: finalizing a copy deletes attributes of its class."""
-    base = _plain_class(self)
-    replica = _new_instance(base)
-    memo[id(self)] = replica
-    _restore_parametrized(replica, copy.deepcopy(self.__dict__, memo))
-    return replica
+    cls.__setstate__ = _restore_parametrized
+    if "__deepcopy__" in vars(cls):  # torch's own; copy would find it on a wrapper too that hands attributes on
+        del cls.__deepcopy__
 
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
     base = _plain_class(self)
-    state = base.__getstate__(self)  # torch's parametrized class forbids pickling; its base may have a form of its own
-    if isinstance(self, nn.RNNBase):
-        _restore_rnn(self)  # RNNBase refreshes its list of weights here, through the parametrizations
-        state = {**state, "_flat_weights": self._flat_weights}
-    return _new_instance, (base,), state, None, None, _restore_parametrized
+    # torch's parametrized class forbids pickling; its base may have a form of its own
+    state = _state_of_rnn(self, base) if isinstance(self, nn.RNNBase) else base.__getstate__(self)
+    return _new_instance, (base,), state
 
 
-def _new_instance(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
-
-
-def _restore_parametrized(module: Any, state: dict[str, Any]) -> None:
-    module.__setstate__(state)
-    if "parametrizations" not in module._modules:
-        return
+def _new_instance(base: type[nn.Module]) -> nn.Module:
+    """Return an empty module in a parametrized class of its own: finalizing a copy deletes attributes of its class."""
+    module = base.__new__(base)
     parametrize._inject_new_class(module)
-    for name in module.parametrizations:
-        parametrize._inject_property(module, name)
-        _quicken(module, name)
     _disguise(module)
-    if isinstance(module, nn.RNNBase):
-        _restore_rnn(module)
+    return module
+
+
+def _restore_parametrized(self: nn.Module, state: dict[str, Any]) -> None:
+    base = _plain_class(self)
+    base.__setstate__(self, state)
+    own = own_parametrizations(self)
+    if not own:
+        self.__class__ = base
+        return
+    for name in own:
+        parametrize._inject_property(self, name)
+        _quicken(self, name)
+    if isinstance(self, nn.RNNBase):
+        _restore_rnn(self)
+
+
+def _state_of_rnn(module: nn.RNNBase, base: Any) -> dict[str, Any]:
+    """Return an RNN's state with its dense weights; RNNBase would first read them through their simulators."""
+    names, references = module._flat_weights_names, module._flat_weight_refs
+    module.__dict__.update(_flat_weights_names=[], _flat_weight_refs=[])
+    try:
+        state: dict[str, Any] = base.__getstate__(module)
+    finally:
+        module.__dict__.update(_flat_weights_names=names, _flat_weight_refs=references)
+    return {**state, "_flat_weights_names": names, "_flat_weights": [original_tensor(module, name) for name in names]}
 
 
 class _LiveRNNWeights:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase
+
+from .parametrization import own_parametrizations
 
 __all__ = ["unstacked"]
 
@@ -50,9 +51,7 @@ def unstacked(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Module, ...]]]
 
 def _simulated(module: nn.Module) -> Any:
     """Return the parametrizations of a module if simulators on parameters are all there is, else none."""
-    if not parametrize.is_parametrized(module):
-        return {}
-    chains: Any = module.parametrizations
+    chains = own_parametrizations(module)
     plain = all(
         isinstance(getattr(chain, "original", None), nn.Parameter)
         and chain.original.numel() > 0

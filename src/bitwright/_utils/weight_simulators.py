@@ -8,9 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+
+from .parametrization import own_parametrizations
 
 __all__ = ["SimulatorPlace", "graph_stack", "simulator_places", "unique_simulators"]
 
@@ -56,15 +57,12 @@ class SimulatorPlace(Generic[_T]):
     @property
     def in_module(self) -> bool:
         """Whether the simulators parametrize the weight; else a graph calls them."""
-        return parametrize.is_parametrized(self.module, self.attribute)
+        return self.attribute in own_parametrizations(self.module)
 
     @property
     def chain(self) -> Any:
         """What returns the weight when it is called: its ``ParametrizationList``, in a graph the last simulator."""
-        if not self.in_module:
-            return self.stack[-1]
-        parametrizations: Any = self.module.parametrizations
-        return parametrizations[self.attribute]
+        return own_parametrizations(self.module).get(self.attribute, self.stack[-1])
 
     @property
     def original(self) -> torch.Tensor:
@@ -86,9 +84,7 @@ def simulator_places(model: nn.Module, kind: type[Any]) -> Iterator[SimulatorPla
     for path, module in model.named_modules():
         if isinstance(module, fx.GraphModule):
             yield from _places_in_graph(path, module, kind)
-        if not parametrize.is_parametrized(module):
-            continue
-        for attribute, chain in module.parametrizations.items():
+        for attribute, chain in own_parametrizations(module).items():
             simulators = tuple(chain)
             for simulator in simulators:
                 if isinstance(simulator, kind):

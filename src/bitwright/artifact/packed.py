@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bitwright._utils.parametrization import parametrize_tensor
+from bitwright._utils.parametrization import own_parametrizations, parametrize_tensor
 from bitwright.kernels.dispatch import undisturbed
 from bitwright.kernels.packed import PackedMatrix
 
@@ -124,8 +124,8 @@ def replace_weight(owner: nn.Module, attribute: str, module: nn.Module, dtype: t
     Both are where the dense tensor was; on the CPU if that was on the meta device.
     """
     kind: type[nn.Parameter] | None = nn.Parameter
-    if parametrize.is_parametrized(owner, attribute):
-        stack: Any = owner.parametrizations[attribute]  # type: ignore[index]
+    stack = own_parametrizations(owner).get(attribute)
+    if stack is not None:
         if not isinstance(getattr(stack, "original", None), nn.Parameter):
             kind = None
         parametrize.remove_parametrizations(owner, attribute, leave_parametrized=not stack.is_tensor)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -67,9 +68,7 @@ def weight_sites(model: nn.Module, strict: bool = True) -> list[WeightSite]:
     """
     sites: dict[tuple[int, ...], WeightSite] = {}
     for path, module in model.named_modules():
-        if not parametrize.is_parametrized(module):
-            continue
-        for attribute, stack in module.parametrizations.items():
+        for attribute, stack in own_parametrizations(module).items():
             try:
                 simulators = _simulators_of(stack, f"{path}.{attribute}")
             except ArtifactError:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.utils import parametrize
 
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.artifact.packed import replace_weight
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -150,7 +150,7 @@ def _read_through_layer(module: fx.GraphModule, node: fx.Node, operands: dict[st
         source = source.args[0]
     path, _, attribute = str(source.target).rpartition(".")
     owner = module.get_submodule(path)
-    if not parametrize.is_parametrized(owner, attribute):
+    if attribute not in own_parametrizations(owner):
         replace_weight(owner, attribute, operands["layer"], operands["dtype"])
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.artifact.sites import activation_simulators
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -94,7 +94,7 @@ class EagerProbe(PairProbe):
             return None
         reference = getattr(own, attribute)
         simulator, entering = _simulator(other, attribute)
-        alone = simulator is None or len(other.parametrizations[attribute]) == 1
+        alone = simulator is None or len(own_parametrizations(other)[attribute]) == 1
         return ComparedWeight(name, reference.detach(), value.detach(), entering, simulator, alone)
 
     def _find_layers(self) -> None:
@@ -128,7 +128,7 @@ class EagerProbe(PairProbe):
     def _is_weight(self, path: str, attribute: str) -> bool:
         """Whether a parameter is worth a row: biases and gains are, if they are compressed."""
         other, own = self._other[path], getattr(self._own[path], attribute)
-        return own.ndim > 1 or parametrize.is_parametrized(other, attribute)
+        return own.ndim > 1 or attribute in own_parametrizations(other)
 
     def _add_calls(self, path: str, activations: Mapping[str, FakeQuantizeImplBase]) -> None:
         """Add the functions that a module calls itself; of these only the activations can be looked at."""
@@ -192,19 +192,15 @@ class _Substitute(ForwardScope):
 def _own_tensors(module: nn.Module) -> list[str]:
     """Names of the module's own floating-point parameters, those under parametrizations included."""
     names = [name for name, tensor in module._parameters.items() if tensor is not None and tensor.is_floating_point()]
-    if parametrize.is_parametrized(module):
-        names += module.parametrizations.keys()  # type: ignore[union-attr,operator]
-    return names
+    return [*names, *own_parametrizations(module)]
 
 
 def _simulator(module: nn.Module, attribute: str) -> tuple[FakeQuantizeImplBase | None, torch.Tensor]:
     """Return the last fake quantizer on a weight, and what enters it."""
-    if not parametrize.is_parametrized(module, attribute):
+    stack = own_parametrizations(module).get(attribute)
+    if stack is None or not stack.is_tensor:
         tensor: torch.Tensor = getattr(module, attribute)
         return None, tensor.detach()
-    stack: Any = module.parametrizations[attribute]  # type: ignore[index]
-    if not stack.is_tensor:
-        return None, getattr(module, attribute).detach()
     value, entering, found = stack.original, stack.original, None
     with torch.no_grad():
         for entry in stack:

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from bitwright._utils.kept_layouts import finalized_for, kept_layouts, stands_for_activation
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.artifact import ArtifactError, DenseTensor, PackedTensor, compress_tensor
 from bitwright.artifact.from_graph import folded
 from bitwright.artifact.graph_sites import GraphSimulators, state_of
@@ -95,7 +96,7 @@ def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
         yield site.name, _layout(site.tensor, site.simulators, site.name, strict)
     shared: set[int] = set()
     for path, module in model.named_modules():
-        for attribute, stack in module.parametrizations.items() if parametrize.is_parametrized(module) else ():
+        for attribute, stack in own_parametrizations(module).items():
             for entry in stack:
                 if isinstance(entry, PackedTensor) and id(entry) not in shared:
                     shared.add(id(entry))

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.program import Argument, Op, Program, StateTensor, Value, ValueKind, trace_eager
 
@@ -78,9 +79,8 @@ def fold_simulators(program: Program, model: nn.Module) -> WeightProgram:
     """Make states of the parametrized weights of ``program``, which was traced from ``model``; changes ``program``."""
     folder = _Folder(program)
     for path, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            for attribute, chain in module.parametrizations.items():
-                folder.fold(path, attribute, chain)
+        for attribute, chain in own_parametrizations(module).items():
+            folder.fold(path, attribute, chain)
     folder.drop_inner_ops()
     known = {id(use) for weight in folder.finalized for use in weight.uses}
     lost = [

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
-from bitwright._utils.parametrization import clear_parametrization
+from bitwright._utils.parametrization import clear_parametrization, own_parametrizations
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
 
@@ -186,13 +185,9 @@ def _make_masks_permanent(model: nn.Module) -> None:
 
 def _cuttable_weight(path: str, layer: nn.Module) -> torch.Tensor | None:
     """Return a layer's weight with its masks applied; None if it is compressed otherwise."""
-    if parametrize.is_parametrized(layer):
-        parametrizations: Any = layer.parametrizations
-        chains = list(parametrizations.items())
-        if any(
-            name != "weight" or [type(s) for s in chain if not isinstance(s, PruneImplBase)] for name, chain in chains
-        ):
-            return None
+    chains = own_parametrizations(layer).items()
+    if any(name != "weight" or any(not isinstance(s, PruneImplBase) for s in chain) for name, chain in chains):
+        return None
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     return weight.detach()
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _forward_unimplemented
-from torch.nn.utils import parametrize
 
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.matching import ModuleRule
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.config.spec_dicts import spec_dict_is_active
@@ -51,7 +51,7 @@ def unreached_modules(
 def _stands_on_tensors(module: nn.Module, name: str, child: nn.Module) -> bool:
     """Whether a child computes one of the module's tensors, and is no part of what the module calls."""
     return isinstance(child, CompressionSimulatorBase) or (
-        name == "parametrizations" and parametrize.is_parametrized(module)
+        name == "parametrizations" and bool(own_parametrizations(module))
     )
 
 
