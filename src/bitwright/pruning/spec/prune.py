@@ -78,10 +78,10 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
         self._sparsity = self.target_sparsity
         self._steps = 0
         with torch.inference_mode(False):
-            self.register_buffer("mask", torch.empty(0, dtype=torch.bool))
+            self.register_buffer("mask", torch.empty(0, dtype=torch.bool, device="cpu"))
             self.register_buffer("input_scale", None)
-            self.register_buffer("step_count", torch.zeros((), dtype=torch.int64))
-            self.register_buffer("sparsity_state", torch.tensor(self._sparsity, dtype=torch.float64))
+            self.register_buffer("step_count", torch.zeros((), dtype=torch.int64, device="cpu"))
+            self.register_buffer("sparsity_state", torch.tensor(self._sparsity, dtype=torch.float64, device="cpu"))
 
     @staticmethod
     @abstractmethod
@@ -209,7 +209,7 @@ class _ScoredPruneImpl(PruneImplBase):
         scores = self.scores(weight)
         if self.scope != "row" or not isinstance(self.pruning_scheme, Unstructured) or scores.ndim < 2:
             return self.pruning_scheme.mask_from_scores(scores, self._sparsity)
-        parts = scores.unflatten(0, (self.row_groups, -1)) if self.row_groups > 1 else scores[None]
+        parts = scores.reshape(self.row_groups, -1, *scores.shape[1:])
         rows = parts.movedim(self.row_axis + 1, 1)
         kept = keep_largest(rows, self._sparsity, rows.shape[0] * rows.shape[1])
         return kept.movedim(1, self.row_axis + 1).flatten(0, 1)

@@ -127,7 +127,7 @@ class _IntxStatefulQParamsCalculator(_IntxParameters, StatefulQParamsCalculatorB
         if self.zero_point_domain == "NONE" and self._float_domain:
             self._buffers["zero_point"] = None
         else:
-            self._buffers["zero_point"] = torch.empty(0, dtype=self.zero_point_precision)
+            self._buffers["zero_point"] = torch.empty(0, dtype=self.zero_point_precision, device="cpu")
 
     def forward(self, tensor: torch.Tensor) -> QParams:
         """Return ``(scale, zero_point, None)``."""
@@ -288,7 +288,9 @@ class IntxFakeQuantize(FakeQuantizeImplBase):
 
 @FakeQuantizeImplBase.register("fp8_row")
 class Float8FakeQuantize(FakeQuantizeImplBase):
-    """Dynamic FP8 fake quantization with the numbers and gradients of torchao's ``Float8FakeQuantizer``.
+    """Dynamic FP8 fake quantization with the numbers of torchao's ``Float8FakeQuantizer``.
+
+    The gradient is that of the definition, through the scale too; torchao rounds it to FP8.
 
     Args:
         hp_value_lb: see :class:`Float8QuantizationSpec`.
