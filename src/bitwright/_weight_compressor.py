@@ -21,7 +21,7 @@ from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.planning import Placement, Plan
 from bitwright.planning.report import report_problems
 from bitwright.planning.simulated_states import WeightProgram, trace_weights
-from bitwright.planning.unusable_weights import refuse_unusable
+from bitwright.planning.unusable_weights import refuse_quantized, refuse_unusable
 from bitwright.planning.weight_only import WeightTechnique, plan_weights
 from bitwright.program import Program
 from bitwright.program.export_errors import not_a_tuple
@@ -114,6 +114,7 @@ class WeightCompressor(_BaseModelCompressor):
     def _trace(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> WeightProgram:
         if not isinstance(example_inputs, tuple):
             raise not_a_tuple(example_inputs)
+        refuse_quantized(type(self).__name__, self._model, self._config)
         return trace_weights(self._model, example_inputs, example_kwargs)
 
     def _plan_for(self, traced: WeightProgram) -> Plan:

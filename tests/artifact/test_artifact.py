@@ -339,6 +339,18 @@ def test_tensors_that_have_no_stored_form_are_named(buffer, words):
         Artifact.from_model(net)
 
 
+@pytest.mark.parametrize("action", ["load_into", "packed_model"])
+def test_lazy_modules_that_were_never_called_are_named(action):
+    """Once the model was called, the artifact fits."""
+    torch.manual_seed(0)
+    artifact, x = Artifact.from_model(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))), torch.randn(2, 4)
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(2))
+    with pytest.raises(ArtifactError, match=r"lazy modules.*'0\.weight', '0\.bias', '1\.weight'.*Call it once"):
+        getattr(artifact, action)(lazy)
+    lazy(x)
+    assert torch.equal(getattr(artifact, action)(lazy)[1].bias, artifact["1.bias"].decode())
+
+
 def _linear(inputs=64, outputs=64):
     return nn.Linear(inputs, outputs)
 

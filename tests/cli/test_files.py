@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from bitwright._utils.files import new_directory_atomically, new_file_atomically, write_text_atomically
+from bitwright._utils.files import (
+    make_empty_directory,
+    new_directory_atomically,
+    new_file_atomically,
+    write_text_atomically,
+)
 
 
 def test_text_replaces_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +52,31 @@ def test_a_folder_that_is_there_is_written_to(tmp_path: Path) -> None:
     assert tmp_path.stat().st_ino == before
     with pytest.raises(NotADirectoryError, match="is a file"), new_directory_atomically(tmp_path / "a"):
         pass
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """What it points to becomes the folder, whether it was there or not, and the link stays."""
+    link = tmp_path / "link"
+    link.symlink_to(Path("deep") / "real")
+    for write in (_write_atomically, _make_and_write):
+        write(link)
+        assert link.is_symlink()
+        assert (tmp_path / "deep" / "real" / "a").read_text() == "1"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "link"]
+        assert [path.name for path in (tmp_path / "deep").iterdir()] == ["real"]
+        with pytest.raises(FileExistsError, match="link' exists already"):
+            write(link)
+        shutil.rmtree(tmp_path / "deep")
+
+
+def _write_atomically(path: Path) -> None:
+    with new_directory_atomically(path) as folder:
+        (folder / "a").write_text("1")
+
+
+def _make_and_write(path: Path) -> None:
+    make_empty_directory(path)
+    (path / "a").write_text("1")
 
 
 def test_file_appears_when_the_block_ends(tmp_path: Path) -> None:

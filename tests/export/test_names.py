@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 from bitwright import ExportBackend
 from bitwright.export.capabilities import check_plan
+from bitwright.export.conversion import ConversionError
 from bitwright.export.targets import TARGETS
 from bitwright.planning import Severity
 from bitwright.quantization import QuantizationSpec, Quantizer
 from tests.measures import sqnr
 
 from .models import W8, palettized, prepared
+
+A8 = QuantizationSpec(dtype="uint8", qscheme="asymmetric")
 
 
 class Named(nn.Module):
@@ -190,3 +196,61 @@ def test_plans_tell_what_checkpoints_refuse(mode, tmp_path):
     with pytest.raises(ValueError, match=r"(embed|head)\.weight: only weights of linear layers") as error:
         target.write(ready, (tokens,), tmp_path / "out", {}, None)
     assert len(str(error.value).splitlines()) == 2
+
+
+class Keywords(nn.Module):
+    """Modules and a tensor whose names are keywords of Python; ``names`` are theirs."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+        self.heads = nn.ModuleDict({names[0]: nn.Linear(8, 8)})
+        self.add_module(names[1], nn.Linear(8, 8))
+        self.register_parameter(names[2], nn.Parameter(torch.linspace(-1, 1, 8)))
+
+    def forward(self, x):
+        head, last, bias = self.names
+        return getattr(self, last)(torch.relu(self.heads[head](x))) + getattr(self, bias)
+
+
+def keywords_and_plain():
+    """The same model with such names and with others."""
+    made = []
+    for names in (("class", "lambda", "None"), ("a", "b", "c")):
+        torch.manual_seed(0)
+        made.append(Keywords(*names).eval())
+    return made
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_names_may_be_keywords_of_python(mode):
+    """Prepared, copied and pickled, the model computes what it computes under other names."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    (_, ready), (_, plain) = (prepared(model, x, W8, A8, mode) for model in keywords_and_plain())
+    with torch.no_grad():
+        for form in (ready, copy.deepcopy(ready), pickle.loads(pickle.dumps(ready))):
+            assert torch.equal(form(x), plain(x))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["onnx", "coreai", "coreml", "executorch"])
+def test_targets_take_names_that_are_keywords(name, mode, tmp_path):
+    """What torch.fx generates for converters reads them too."""
+    target = TARGETS[name]
+    if target.missing() is not None:
+        pytest.skip(target.missing())
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    _, ready = prepared(keywords_and_plain()[0], x, W8, A8, mode)
+    path = target.write(ready, (x,), tmp_path / f"m{target.suffix}", {}, None)
+    if target.run is not None:
+        assert sqnr(ready(x), target.run(path, [x])[0]) > 40
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_programs_that_torch_could_not_run_are_not_written(mode, tmp_path):
+    """``torch.export.load(...).module()`` generates code that reads ``self.heads.class``."""
+    x = torch.randn(4, 8)
+    _, ready = prepared(keywords_and_plain()[0], x, W8, A8, mode)
+    with pytest.raises(ConversionError, match=r"(?s)torch\.export\.load .*keyword of Python\. Rename"):
+        TARGETS["torch"].write(ready, (x,), tmp_path / "m.pt2", {}, None)
+    assert not (tmp_path / "m.pt2").exists()

@@ -33,14 +33,15 @@ def write_text_atomically(path: str | Path, text: str) -> None:
 def new_directory_atomically(path: str | Path) -> Iterator[Path]:
     """Give a folder to write to, which becomes ``path`` if the block ends well and is removed if it does not.
 
-    A folder that is there already, which may be a mount, stays and takes what was written.
+    A folder that is there already, which may be a mount, stays and takes what was written. A link stays too: the folder
+    that it points to is made where there is none.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
         FileExistsError: it is a folder that is not empty.
     """
-    target = Path(path)
-    _refuse_full(target)
+    _refuse_full(Path(path))
+    target = _followed(Path(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     there = target.exists()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target if there else target.parent) as scratch:
@@ -55,14 +56,19 @@ def new_directory_atomically(path: str | Path) -> Iterator[Path]:
 
 
 def make_empty_directory(folder: Path) -> None:
-    """Create a folder, or accept one that is empty.
+    """Create a folder, or accept one that is empty; where the path is a link, that is the folder it points to.
 
     Raises:
         NotADirectoryError: the path is a file.
         FileExistsError: the folder holds something.
     """
     _refuse_full(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    _followed(folder).mkdir(parents=True, exist_ok=True)
+
+
+def _followed(path: Path) -> Path:
+    """Return what a link points to, which need not be there; other paths as they are."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _refuse_full(folder: Path) -> None:

@@ -286,6 +286,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
 
         Every tensor was read then, so that a damaged one leaves the model as it is.
         """
+        _check_initialized(model)
         layouts = dict(self._layouts())
         folded = FoldedNorms.of(model, {name: tuple(layout.shape) for name, layout in layouts.items()})
         layouts |= {alias: layouts[name] for alias, name in self.aliases.items()}
@@ -297,6 +298,15 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 self._tensors[name]
         folded.apply(model)
         return dict(_state_of(model))
+
+
+def _check_initialized(model: nn.Module) -> None:
+    empty = [name for name, tensor in _state_of(model) if nn.parameter.is_lazy(tensor)]
+    if empty:
+        raise ArtifactError(
+            f"The model's lazy modules have no parameters yet: {', '.join(map(repr, empty[:10]))}. Call it once with "
+            "an input, which makes them, and then give it to the artifact."
+        )
 
 
 def _check_names(layouts: Mapping[str, TensorLayout], targets: Mapping[str, torch.Tensor]) -> None:

@@ -26,6 +26,7 @@ from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import UnknownClassError, not_a_tuple, sizes_refused, unknown_class
 from bitwright.program.exporting import exported
+from bitwright.program.keyword_names import keywords_read
 from bitwright.program.unlift import reserved_state
 
 __all__ = [
@@ -75,7 +76,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         BitwrightWarning: the user has such warnings raised.
     """
     try:
-        with _own_warnings_passed_on(), _output_dropped(), quick_decompositions(), torch.no_grad():
+        with _own_warnings_passed_on(), _output_dropped(), quick_decompositions(), keywords_read(), torch.no_grad():
             yield
     except (TraceError, UnknownClassError) as error:
         raise ConversionError(str(error)) from error

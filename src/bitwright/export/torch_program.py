@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def export_torch(
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
     """
     program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
+    _refuse_keywords(program)
     program._example_inputs = None  # they are written too, and may be larger than the model
     for node in program.graph.nodes:
         for key in _TRACES:
@@ -85,6 +87,16 @@ def export_torch(
         target.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(program, target)
     return target
+
+
+def _refuse_keywords(program: torch.export.ExportedProgram) -> None:
+    """Refuse states whose names torch cannot read in a program that it has loaded."""
+    for state in (*program.state_dict, *program.constants):
+        for step in filter(iskeyword, state.split(".")):
+            raise ConversionError(
+                f"torch.export.load could not run the program: it reads {state!r} as an attribute, and {step!r} is a "
+                "keyword of Python. Rename that module or tensor of the model and prepare it again."
+            )
 
 
 def run_torch(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -65,13 +65,13 @@ def decode(codes: torch.Tensor, fmt: NumberFormat | torch.dtype | str) -> torch.
         return e8m0_values(codes)
     if fmt.bits == 8:
         return codes.view(fmt.dtype).to(torch.float32)
-    table = torch.tensor([*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES)], device=codes.device)
+    table = torch.tensor([*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES)], dtype=torch.float32, device=codes.device)
     return table[codes.long() & 15]
 
 
 def _encode_fp4(clamped: torch.Tensor) -> torch.Tensor:
     rounded = round_to_fp4(clamped)
-    magnitudes = torch.tensor(_FP4_MAGNITUDES, device=clamped.device)
+    magnitudes = torch.tensor(_FP4_MAGNITUDES, dtype=torch.float32, device=clamped.device)
     index = torch.bucketize(rounded.abs(), magnitudes)
     return index.to(torch.uint8) | (torch.signbit(rounded).to(torch.uint8) << 3)
 

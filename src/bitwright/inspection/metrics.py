@@ -162,7 +162,7 @@ class ErrorAccumulator:
         signal, noise = self._channels
         used = (signal > 0) | (noise > 0)
         if not bool(used.any()):
-            return torch.zeros(1)
+            return torch.zeros(1, dtype=signal.dtype)
         share = torch.where(signal > 0, noise / signal.clamp_min(1e-300), torch.ones_like(noise))
         return share[used].clamp_max(1.0)
 

@@ -113,7 +113,7 @@ def _counts_of_own_memory() -> _Counts:
 
 
 def _counted() -> _Counts:
-    x = torch.zeros(2, requires_grad=True)
+    x = torch.zeros(2, device="cpu", requires_grad=True)
     with torch.enable_grad(), torch.inference_mode(False):
         plain, saved = _references_to_memory(torch.neg(x)), _references_to_memory(torch.relu(x))
         view, of_saved = _references_to_memory(torch.neg(x).view(2, 1)), _references_to_memory(torch.relu(x).view(2, 1))
@@ -155,7 +155,7 @@ def _unshared_counts() -> frozenset[References]:
     shared: list[References] = []
     kept: list[torch.Tensor] = []
     with torch.enable_grad():
-        x = torch.zeros(2, 2, requires_grad=True)
+        x = torch.zeros(2, 2, device="cpu", requires_grad=True)
         probe = _Probe.apply
         (probe(x, unshared) * 2).sum().backward()  # type: ignore[no-untyped-call]
         (probe(x, unshared).flatten() * 2).sum().backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from bitwright.config.spec_dicts import spec_dict_is_active
 
 from .plan import Problem, Severity
 
-__all__ = ["scripted_module_problems"]
+__all__ = ["asks_for_states", "scripted_module_problems"]
 
 
 def scripted_module_problems(model: nn.Module, rules: ModuleRules) -> list[Problem]:
@@ -29,12 +29,13 @@ def scripted_module_problems(model: nn.Module, rules: ModuleRules) -> list[Probl
             continue
         outermost = next((one for one in scripted if path.startswith(f"{one}.")), path)
         scripted.append(outermost)
-        if any(map(_is_matrix, module.parameters(recurse=False))) and _asks_for_states(rules[path].config):
+        if any(map(_is_matrix, module.parameters(recurse=False))) and asks_for_states(rules[path].config):
             found.setdefault(outermost, rules[path].describe())
     return [_problem(path, rule) for path, rule in found.items()]
 
 
-def _asks_for_states(config: Any) -> bool:
+def asks_for_states(config: Any) -> bool:
+    """Return whether a module's configuration wants any of its weights, by their own names or as states of ops."""
     ops = (config, *config.op_type_config.values(), *config.op_name_config.values())
     return any(map(spec_dict_is_active, (config.module_state_spec, *(op.op_state_spec for op in ops))))
 

@@ -1,16 +1,22 @@
-"""Tensors that no compressor can prepare as they are: those without data, and those of ``torch.inference_mode``."""
+"""Tensors that no compressor can prepare: those without data, of ``torch.inference_mode``, or quantized already."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from bitwright.config.matching import resolve_module_rules
 from bitwright.program import Program
+from bitwright.quantization.spec._sharded import is_sharded
 
 from .plan import Plan
+from .scripted_modules import asks_for_states
 
-__all__ = ["refuse_unusable", "tensors_needed"]
+__all__ = ["refuse_quantized", "refuse_unusable", "tensors_needed"]
 
 
 def tensors_needed(plan: Plan, program: Program) -> dict[str, torch.Tensor]:
@@ -45,3 +51,39 @@ def refuse_unusable(compressor: str, tensors: Mapping[str, torch.Tensor]) -> Non
             f"afterwards: {', '.join(map(repr, frozen))}. Build or load the model outside of it, or prepare "
             "copy.deepcopy(model), made outside. torch.no_grad needs none of this."
         )
+
+
+def refuse_quantized(compressor: str, model: nn.Module, config: Any) -> None:
+    """Raise if ``config`` asks for weights that other tensors stand for, such as torchao's ``Int8Tensor``.
+
+    To be called before anything is traced: such a tensor has a few ops of its own and no others, and ``torch.export``
+    takes it apart. Those that are spread over processes (``DTensor``) are none of them.
+
+    Args:
+        compressor: its name, for the message.
+        model: the model.
+        config: the compressor's configuration.
+
+    Raises:
+        ValueError: there are such weights; names all of them.
+    """
+    found = {path: wrapped for path, module in model.named_modules() if (wrapped := _wrapped(module))}
+    rules = resolve_module_rules(config, model) if found else {}
+    asked = [(path, name) for path in found if asks_for_states(rules[path].config) for name in found[path].items()]
+    if asked:
+        listed = ", ".join(f"{f'{path}.{name}'.lstrip('.')!r} ({kind})" for path, (name, kind) in asked)
+        raise ValueError(
+            f"{compressor} cannot prepare weights that are already quantized: {listed}. Prepare the float model, "
+            "replace them by what they stand for, as in layer.weight = nn.Parameter(layer.weight.dequantize()), or "
+            "exclude their modules with set_module_name(..., None)."
+        )
+
+
+def _wrapped(module: nn.Module) -> dict[str, str]:
+    """Return the names of a module's own tensors that other tensors stand for, and their classes."""
+    own = {**module._parameters, **module._buffers}
+    return {
+        name: type(tensor).__name__
+        for name, tensor in own.items()
+        if tensor is not None and is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor)
+    }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -215,7 +216,12 @@ class _Tracer:
         if not written:
             return ()
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return tuple(name for name, tensor in tensors.items() if memory_of(tensor) in written)
+        return tuple(n for n, tensor in tensors.items() if memory_of(tensor) in written and not self._is_made_now(n))
+
+    def _is_made_now(self, name: str) -> bool:
+        """Whether a tensor belongs to a lazy module, which makes its tensors in its first call and then is another."""
+        owner, _, _ = name.rpartition(".")
+        return isinstance(self.model.get_submodule(owner), LazyModuleMixin)
 
     def lookup(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         names = argument_names(func)

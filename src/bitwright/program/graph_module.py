@@ -16,6 +16,7 @@ from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
+from .keyword_names import keywords_read
 from .shared_simulators import part_where_states_differ
 from .small_weights import SmallWeights, weights_simulated_once
 
@@ -87,9 +88,10 @@ class TracedGraphModule(fx.GraphModule):
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
         self.__dict__["_small_weights"] = SmallWeights(weights_simulated_once(self._graph))
-        with self._graph.on_generate_code(
+        short = self._graph.on_generate_code(
             lambda given: lambda body: _with_short_ways(body if given is None else given(body), self)
-        ):
+        )
+        with short, keywords_read():
             return super().recompile()
 
     def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any], Callable[[Any], None]]:

@@ -21,6 +21,7 @@ from .assigned_buffers import read_before_writing
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape
+from .keyword_names import keywords_read
 
 __all__ = ["reserved_state", "unlift"]
 
@@ -49,7 +50,8 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
             'execution_mode="eager" in the QuantizerConfig, which needs no graph.'
         )
     if not plainly:
-        plain = exported.module(check_guards=False)
+        with keywords_read():
+            plain = exported.module(check_guards=False)
         graph, root = plain.graph, _Root(plain.training)
         root.take(plain)
     else:

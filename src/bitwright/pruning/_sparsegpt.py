@@ -55,7 +55,7 @@ def _damped_factor(hessian: torch.Tensor) -> torch.Tensor:
     damping = _DAMPING
     while damping <= _MOST_DAMPING:
         damped = hessian.clone()
-        damped.diagonal().add_(damping + idle)
+        damped.diagonal().add_(idle.float() + damping)
         lower: torch.Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0:

@@ -64,7 +64,7 @@ class NormStatistics:
 
     @staticmethod
     def _zeros(groups: int, columns: int, device: torch.device | None) -> torch.Tensor:
-        return torch.zeros(groups, columns, device=device)
+        return torch.zeros(groups, columns, dtype=torch.float32, device=device)
 
     def _take(self, form: MatrixForm, count: int, squares: torch.Tensor) -> None:
         if self.squares is None:
@@ -101,7 +101,7 @@ class GramStatistics(NormStatistics):
 
     @staticmethod
     def _zeros(groups: int, columns: int, device: torch.device | None) -> torch.Tensor:
-        return torch.zeros(groups, columns, columns, device=device)
+        return torch.zeros(groups, columns, columns, dtype=torch.float32, device=device)
 
     @property
     def gram(self) -> torch.Tensor:

@@ -129,6 +129,27 @@ def test_the_plan_of_a_graph_tells_of_writes(write):
     assert [problem.where for problem in problems if problem.code == "written-weight"] == ["fc.weight"]
 
 
+def test_the_first_values_of_lazy_modules_are_no_problem():
+    """They come once, before any simulator; what the forward writes afterwards is told of."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.LazyLinear(4), nn.LazyLinear(2)
+
+        def forward(self, x):
+            y = self.last(self.first(x))
+            with torch.no_grad():
+                self.last.weight.mul_(0.5)
+            return y
+
+    for model in (nn.Sequential(nn.LazyConv1d(4, 1), nn.Flatten(), nn.LazyLinear(2)), Scaled()):
+        x = torch.randn(2, 4) if isinstance(model, Scaled) else torch.randn(2, 3, 4)
+        problems = quantizer_of(model).plan((x,)).problems
+        written = [problem.where for problem in problems if problem.code == "written-weight"]
+        assert written == (["last.weight"] if isinstance(model, Scaled) else [])
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_weights_that_are_only_read_are_no_problem(mode):
     """Nor writes to a copy of one, nor to a bias, on which no simulator stands."""

@@ -150,6 +150,26 @@ def test_a_write_to_a_switch_buffer_counts(name: str, write: Any) -> None:
         assert torch.equal(y, 10 * x)
 
 
+@pytest.mark.parametrize(
+    "asked", [lambda s: s.train(), lambda s: s.eval(), lambda s: s.is_observing(), lambda s: s.is_disabled()]
+)
+@pytest.mark.parametrize("write", [lambda b: b.data.zero_(), lambda b: b.numpy().fill(0)])
+def test_a_write_that_counts_no_version_holds_as_soon_as_anybody_asks(write: Any, asked: Any) -> None:
+    found = fake_quantizer()
+    x = torch.randn(4, 8)
+    for _ in range(3):  # by then it has a shortcut
+        found(x)
+    write(found.fake_quant_enabled)
+    asked(found)
+    assert torch.equal(found(x), x)
+    assert not found.is_quantizing()
+    write(found.observer_enabled)
+    asked(found)
+    before = found.calculate_qparams()[0].clone()
+    found(10 * x)
+    assert torch.equal(found.calculate_qparams()[0], before)
+
+
 def test_replaced_switch_buffers_count() -> None:
     found = fake_quantizer()
     found.fake_quant_enabled = torch.zeros(1, dtype=torch.uint8)

@@ -130,7 +130,8 @@ def _float8(build: NodeBuilder, x: Any, operands: ActivationOperands) -> Any:
     scale = build.initializer(along(operands.scale, operands.axis, rank), "scale")
     largest = torch.finfo(operands.dtype).max
     y = build("Div", [x, scale], like=x)
-    limits = [build.initializer(torch.tensor(limit), name) for limit, name in ((-largest, "low"), (largest, "high"))]
+    bounds = torch.tensor([-largest, largest], dtype=torch.float32)
+    limits = [build.initializer(limit, name) for limit, name in zip(bounds, ("low", "high"), strict=True)]
     y = build("Clip", [y, *limits], like=x)
     y = build("Cast", [y], {"to": onnx_type(operands.dtype)}, like=x, dtype=onnx_type(operands.dtype))
     y = build("Cast", [y], {"to": _FLOAT}, like=x, dtype=_FLOAT)

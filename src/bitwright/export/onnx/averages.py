@@ -78,7 +78,8 @@ class _Nodes(OrderedSum):
         return self.build("Add", [one, other])
 
     def divide(self, x: Any, divisor: float) -> Any:
-        return self.build("Div", [x, self.build.initializer(torch.tensor(divisor), "count", shared=False)])
+        count = torch.tensor(divisor, dtype=torch.float32)
+        return self.build("Div", [x, self.build.initializer(count, "count", shared=False)])
 
     def permute(self, x: Any, order: Sequence[int]) -> Any:
         return self.build("Transpose", [x], {"perm": list(order)})

@@ -213,7 +213,7 @@ class _Replayed(nn.Module):
     def _in_file(self, use: int) -> torch.Tensor:
         """What the codes of a use stand for, in float32."""
         codes, scale, zero_point = self._found[use]
-        values = (codes.float() - zero_point) * torch.tensor(scale)
+        values = (codes.float() - zero_point) * torch.tensor(scale, dtype=torch.float32)
         return values + self._minval if self._minval else values
 
     def _places(self, x: torch.Tensor, use: int) -> torch.Tensor:

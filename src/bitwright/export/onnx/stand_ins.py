@@ -32,7 +32,7 @@ class WeightStandIn(nn.Module):
         self.name = name
         self.shape = list(tensor.shape)
         self.dtype = tensor.dtype
-        self.register_buffer("anchor", torch.zeros(0))
+        self.register_buffer("anchor", torch.zeros(0, dtype=torch.float32))
 
     def forward(self, _: torch.Tensor | None = None) -> torch.Tensor:
         """Return the node of the weight; the argument, a parametrization's original, is not read."""

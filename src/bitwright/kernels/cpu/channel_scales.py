@@ -9,7 +9,7 @@ from bitwright.kernels.layout import LANES
 
 from .compiling import compiled
 from .lanes import add_product, from_mask, load_f32, load_mask, peek_f32, poke_f32, reduce_add, splat, store_f32
-from .memory import unaligned_like
+from .memory import CPU, unaligned_like
 from .threads import run_parts, threads_for
 from .walking import first_part, next_part
 
@@ -79,7 +79,7 @@ def scaled_gradients(
     """
     channels = len(scale)
     out = gradient if in_place else unaligned_like(gradient)
-    sums = torch.empty(channels, dtype=torch.float32)
+    sums = torch.empty(channels, dtype=torch.float32, device=CPU)
     arguments = (
         gradient.data_ptr(), out.data_ptr(), scale.data_ptr(), 0 if mask is None else mask.data_ptr(),
         0 if weight is None else weight.data_ptr(), 0 if result is None else result.data_ptr(), sums.data_ptr(),

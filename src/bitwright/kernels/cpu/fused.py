@@ -23,7 +23,7 @@ from bitwright.kernels.straight_through import straight_through
 from .choosing import choose_part
 from .coding import code_part
 from .mapping import CODES, FAKE, VALUES, all_set, map_part, mask_part
-from .memory import empty_like, forget_sources, lasting_bytes, result_from, unaligned_like
+from .memory import CPU, empty_like, forget_sources, lasting_bytes, result_from, unaligned_like
 from .native import DTYPES, NativeGrid, address_of, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows, range_keys
 from .ranges import extremes
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 Parameters = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-_CPU = torch.device("cpu")
 
 
 class _Prepared(NamedTuple):
@@ -193,7 +191,7 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
     layout = layout_of(flat.shape, order, block_size)
     threads = threads_for(layout.numel)
     if threads == 1:
-        low, high = (torch.empty(layout.counts, dtype=torch.float32) for _ in range(2))
+        low, high = (torch.empty(layout.counts, dtype=torch.float32, device=CPU) for _ in range(2))
         sets = 1
     else:
         keys, _ = range_keys(flat, layout, threads)
@@ -208,10 +206,10 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
 
 def _new_parameters(counts: tuple[int, ...], integer: bool) -> Parameters:
     like = torch.empty(counts, dtype=torch.float32, device="meta")
-    scale = empty_like(like, device=_CPU)
+    scale = empty_like(like, device=CPU)
     if not integer:
         return scale, None, None
-    return scale, empty_like(like, dtype=torch.int32, device=_CPU), empty_like(like, device=_CPU)
+    return scale, empty_like(like, dtype=torch.int32, device=CPU), empty_like(like, device=CPU)
 
 
 def choose_qparams(
@@ -344,7 +342,7 @@ def encode(
     flat, order = dense(y)
     given = _prepare(flat, order, scale, zero_point, minval, block_size, grid)
     codes = lasting_bytes(flat.numel())
-    failed = torch.zeros(1, dtype=torch.int32)
+    failed = torch.zeros(1, dtype=torch.int32, device=CPU)
     _code(1, flat, codes, failed, given)
     return None if failed.item() else codes
 

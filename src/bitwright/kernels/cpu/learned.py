@@ -31,7 +31,7 @@ from .lanes import (
     to_float,
 )
 from .mapping import row_parameters
-from .memory import empty_like
+from .memory import CPU, empty_like
 from .native import DTYPES, address_of
 from .threads import run_parts, threads_for
 from .walking import VECTOR, block_of_row, copy, element_bytes, first_part, next_part, staged
@@ -201,7 +201,7 @@ def learned_gradient(
     layout = given.layout
     words, chunk, shared = _chunks(layout)
     out = empty_like(flat)
-    sums = torch.zeros(1 if shared else -(-words // chunk), 2, layout.blocks)
+    sums = torch.zeros(1 if shared else -(-words // chunk), 2, layout.blocks, dtype=torch.float32, device=CPU)
     arguments = (
         flat.data_ptr(), gradient.data_ptr(), out.data_ptr(), DTYPES[x.dtype], given.scale.data_ptr(),
         address_of(given.zero_point), address_of(given.minval), layout.address, given.grid.address, int(anchored),

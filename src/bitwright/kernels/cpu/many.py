@@ -24,7 +24,7 @@ from .compiling import called, compiled, entry, inlined
 from .fused import apply_mask
 from .lanes import Scalar, peek_f32, peek_i16, peek_i64, poke_i32, stack_room
 from .mapping import FAKE, all_set, map_part
-from .memory import over
+from .memory import CPU, over
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .ranges import join_parts, keys_of, range_of_keys, range_of_row
 from .threads import run_parts, threads_for
@@ -204,7 +204,7 @@ class SmallCall:
             y = torch.empty_like(x)
             _quantize_one(x.data_ptr(), y.data_ptr(), 0, self.address)
         else:
-            y, mask = x.clone(), torch.empty(2 * self.words, dtype=torch.uint8)
+            y, mask = x.clone(), torch.empty(2 * self.words, dtype=torch.uint8, device=CPU)
             if _quantize_one(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self.address):
                 y = straight_through(x, partial(_over, y), mask, partial(apply_mask, layout=self.layout))
         if self.written:
@@ -213,7 +213,7 @@ class SmallCall:
 
     def run_masked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Backward]:
         """Fake-quantize a tensor without recording a gradient; return its mask and what it does to a gradient too."""
-        y, mask = torch.empty_like(x), torch.empty(2 * self.words, dtype=torch.uint8)
+        y, mask = torch.empty_like(x), torch.empty(2 * self.words, dtype=torch.uint8, device=CPU)
         _quantize_one(x.data_ptr(), y.data_ptr(), mask.data_ptr(), self.address)
         if self.written:
             torch.autograd.graph.increment_version(self.written)
@@ -247,7 +247,7 @@ def _run(
         rows.extend((x.data_ptr(), y.data_ptr(), call.address, words, 0))
         words += call.words
         elements += call.layout.numel
-    bits = None if masks is None else torch.empty(2 * words, dtype=torch.uint8)
+    bits = None if masks is None else torch.empty(2 * words, dtype=torch.uint8, device=CPU)
     arguments = rows.buffer_info()[0], len(results), 0 if bits is None else bits.data_ptr(), words
     run_parts(quantize_each, arguments, threads_for(elements), (rows, bits, tensors, results, calls))
     written = [t for call in calls for t in call.written]

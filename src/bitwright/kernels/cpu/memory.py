@@ -34,6 +34,7 @@ import torch
 from bitwright.kernels.ownership import is_forgotten, owns_memory
 
 __all__ = [
+    "CPU",
     "LARGE",
     "backward_goes_unnoticed",
     "empty_flat",
@@ -63,7 +64,8 @@ _TELLING = 16
 # Larger tensors gain more from huge pages, which only blocks of our own have.
 _MOST_UNALIGNED = 4 << 20
 _MADV_HUGEPAGE = 14
-_CPU = torch.device("cpu")
+# Memory for compiled code is asked for by device: torch.set_default_device may name another.
+CPU = torch.device("cpu")
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -219,7 +221,7 @@ _HAS_BLOCKS = hasattr(mmap, "MAP_ANONYMOUS")
 def lasting_bytes(size: int) -> torch.Tensor:
     """Return a 1-D ``uint8`` tensor with arbitrary content for something that is kept until the backward pass."""
     if size < _LEAST_PIECE or size > _MOST_IDLE or not (_COMMON <= _MOST_IDLE and _HAS_BLOCKS):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=CPU)
     if size > _MOST_PIECE:
         return torch.frombuffer(_blocks.lend(size), dtype=torch.uint8)
     common = _common
@@ -261,7 +263,9 @@ def _has_block(size: int) -> bool:
 def empty_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """``empty_like`` for one dimension."""
     size = numel * dtype.itemsize
-    return torch.frombuffer(_blocks.lend(size), dtype=dtype) if _has_block(size) else torch.empty(numel, dtype=dtype)
+    if not _has_block(size):
+        return torch.empty(numel, dtype=dtype, device=CPU)
+    return torch.frombuffer(_blocks.lend(size), dtype=dtype)
 
 
 class _Sources(threading.local):
@@ -326,16 +330,16 @@ def result_from(x: torch.Tensor) -> torch.Tensor:
         _sources.watch(x)
     if found is None:
         return unaligned_like(x)
-    return torch.empty(0, dtype=x.dtype).set_(found, 0, x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device=CPU).set_(found, 0, x.shape, x.stride())
 
 
 def unaligned_like(x: torch.Tensor) -> torch.Tensor:
     """``empty_like`` on memory as ``malloc`` aligns it, for what lives among torch's own tensors."""
     size = x.numel() * x.dtype.itemsize
     if not LARGE <= size <= _MOST_UNALIGNED:
-        return empty_like(x, device=_CPU, longest_idle=True)
+        return empty_like(x, device=CPU, longest_idle=True)
     memory = torch.from_numpy(np.empty(size, dtype=np.uint8))
-    return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), 0, x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device=CPU).set_(memory.untyped_storage(), 0, x.shape, x.stride())
 
 
 def forget_sources() -> None:
@@ -351,6 +355,6 @@ def backward_goes_unnoticed() -> bool:
 
 def over(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own on the memory of ``x``, which nobody may read any more; gradients are off."""
-    y: Any = torch.empty(0, dtype=x.dtype)
+    y: Any = torch.empty(0, dtype=x.dtype, device=CPU)
     found: torch.Tensor = y.set_(x)
     return found

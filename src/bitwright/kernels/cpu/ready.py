@@ -26,7 +26,7 @@ from .compiling import compiled, entry
 from .fused import apply_mask
 from .lanes import peek_f32, peek_f64, peek_i64, stack_room
 from .mapping import FAKE, all_set, map_words
-from .memory import backward_goes_unnoticed, empty_flat, empty_like, lasting_bytes, over, result_from
+from .memory import CPU, backward_goes_unnoticed, empty_flat, empty_like, lasting_bytes, over, result_from
 from .native import DTYPES, addresses_read, native_grid, scheme_code
 from .observing import find_parameters, goes_by_rows, observe_by_rows
 from .ranges import join_parts, keys_of
@@ -233,7 +233,7 @@ class ReadyCall:
         mode = AS_THEY_ARE if not observed else 0 if restart else self._mode
         codes = WrittenCodes(self, lasting_bytes(self._numel)) if self.encodes and marking(x) else None
         if not self._large and codes is None:
-            mask = torch.empty(self.mask_bytes, dtype=torch.uint8)
+            mask = torch.empty(self.mask_bytes, dtype=torch.uint8, device=CPU)
             return self._with_gradient(x, partial(self.run_masked, x, mode=mode), mask)
         signs = self._signs_to_write(x) if self._large and type(x.grad_fn) is relu_node() else None
         in_place = unneeded and self._large and owns_memory(x)

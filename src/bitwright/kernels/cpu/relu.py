@@ -109,7 +109,7 @@ def signs_part(x: int, dtype: int, signs: int, count: int, parts: int, control: 
 def relu_node() -> Any:
     """The class of the graph's nodes for ReLU, whether in place or not."""
     with torch.enable_grad(), torch.inference_mode(False):
-        return type(torch.relu(torch.zeros(1, requires_grad=True)).grad_fn)
+        return type(torch.relu(torch.zeros(1, device="cpu", requires_grad=True)).grad_fn)
 
 
 def signs_to_keep(x: torch.Tensor) -> torch.Tensor | None:

@@ -185,13 +185,14 @@ def _probe() -> frozenset[References]:
     def probed(x: torch.Tensor, found: list[References]) -> torch.Tensor:
         y = torch.relu(x)
         node: Any = y.grad_fn
-        bits, like = lasting_bytes(2 * LANES).zero_(), torch.empty_strided(x.shape, x.stride(), device="meta")
+        bits = lasting_bytes(2 * LANES).zero_()
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         node._raw_saved_result.register_hooks(lambda _: None, lambda _: Signs(bits, like, found))
         return y
 
     apply: Any = _HandedOn.apply
     with torch.enable_grad():
-        x = torch.zeros(2, 2, requires_grad=True)
+        x = torch.zeros(2, 2, device="cpu", requires_grad=True)
         (probed(x, unshared) * 2).sum().backward()  # type: ignore[no-untyped-call]
         (apply(probed(x, unshared)) * 2).sum().backward()
         ((probed(x, shared) + probed(x, shared)) * 2).sum().backward()  # type: ignore[no-untyped-call]

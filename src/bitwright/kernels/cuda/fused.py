@@ -281,10 +281,10 @@ def min_max(x: torch.Tensor, block_size: tuple[int, ...]) -> tuple[torch.Tensor,
 
 
 def _new_parameters(counts: tuple[int, ...], grid: Grid, device: torch.device) -> Parameters:
-    scale = torch.empty(counts, device=device)
+    scale = torch.empty(counts, dtype=torch.float32, device=device)
     if not numbers_of(grid).integer:
         return scale, None, None
-    return scale, torch.empty(counts, dtype=torch.int32, device=device), torch.empty(counts, device=device)
+    return scale, torch.empty_like(scale, dtype=torch.int32), torch.empty_like(scale)
 
 
 def scheme_code(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> int:

@@ -31,8 +31,8 @@ class _FakePalettizeImplBase(CompressionSimulatorBase, ABC):
     def __init__(self) -> None:
         super().__init__()
         with torch.inference_mode(False):  # tensors made in inference mode have no version counter
-            self.register_buffer("fake_palett_enabled", torch.ones(1, dtype=torch.uint8))
-            self.register_buffer("observer_enabled", torch.zeros(1, dtype=torch.uint8), persistent=False)
+            self.register_buffer("fake_palett_enabled", torch.ones(1, dtype=torch.uint8, device="cpu"))
+            self.register_buffer("observer_enabled", torch.zeros(1, dtype=torch.uint8, device="cpu"), persistent=False)
         self._disabled = False
         self._enabled = True
         self._note_switch()

@@ -16,7 +16,7 @@ from bitwright.errors import TraceError, UnplannedCallWarning
 from bitwright.planning import Plan
 from bitwright.planning.eager import plan_eager_quantization
 from bitwright.planning.simulated_states import trace_weights
-from bitwright.planning.unusable_weights import refuse_unusable, tensors_needed
+from bitwright.planning.unusable_weights import refuse_quantized, refuse_unusable, tensors_needed
 from bitwright.program import preserved_state
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization._schedule import switch
@@ -43,6 +43,7 @@ class EagerEngine(Engine):
 
     def plan(self, example: ExampleInputs) -> Plan:
         """Trace one forward and plan for what it called; see the base class."""
+        refuse_quantized("Quantizer", self.model, self.config)
         weights = trace_weights(self.model, example.args, example.kwargs)
         self.program, self._stacks = weights.program, weights.stacks
         return plan_eager_quantization(self.config, self.model, self.program, self._stacks)

@@ -15,7 +15,7 @@ from bitwright.base_model_compressor import _BaseModelCompressor
 from bitwright.common import ExportBackend
 from bitwright.planning import Plan
 from bitwright.planning.graph import GraphDecisions, boundary_paths, plan_graph_quantization
-from bitwright.planning.unusable_weights import refuse_unusable, tensors_needed
+from bitwright.planning.unusable_weights import refuse_quantized, refuse_unusable, tensors_needed
 from bitwright.program.export_errors import blaming_inputs
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
@@ -48,6 +48,7 @@ class GraphEngine(Engine):
 
     def plan(self, example: ExampleInputs) -> Plan:
         """Capture the program with ``torch.export`` and plan for it; see the base class."""
+        refuse_quantized("Quantizer", self.model, self.config)
         with collector_paused(), cumulative_averages_shown(self.model), unstacked(self.model) as stacks:
             module, self.program = capture_graph(
                 self.model,

@@ -151,7 +151,7 @@ class QParamsCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
         """Return a float32 tensor with ``scalar`` for every block of ``input_tensor``."""
         block_size = self.granularity.get_block_size(input_tensor.shape, self.quantization_target)
         counts = kernels.block_counts(tuple(input_tensor.shape), block_size)
-        return torch.full(counts, scalar, device=input_tensor.device)
+        return torch.full(counts, scalar, dtype=torch.float32, device=input_tensor.device)
 
     def _compute_scale_zero_point_minval(
         self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor

@@ -38,10 +38,10 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         self.is_loaded = False
         # Buffers must carry version counters, also when the model is prepared under inference_mode.
         with torch.inference_mode(False):
-            self.register_buffer("scale", torch.empty(0))
+            self.register_buffer("scale", torch.empty(0, dtype=torch.float32, device="cpu"))
             integer = not self.dtype.is_floating_point
-            self.register_buffer("zero_point", torch.empty(0, dtype=torch.int32) if integer else None)
-            self.register_buffer("minval", torch.empty(0) if integer else None)
+            self.register_buffer("zero_point", torch.empty(0, dtype=torch.int32, device="cpu") if integer else None)
+            self.register_buffer("minval", torch.empty_like(self.scale) if integer else None)
 
     def forward(self, tensor: torch.Tensor) -> QParams:
         """Observe ``tensor`` and return ``(scale, zero_point, minval)``; the buffers keep a copy.
@@ -185,7 +185,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         # A model that is cast after it was prepared has activations of its new type from then on.
-        self._compute_dtype_for_export = fn(torch.empty(0, dtype=self._compute_dtype_for_export)).dtype
+        self._compute_dtype_for_export = fn(torch.empty(0, dtype=self._compute_dtype_for_export, device="cpu")).dtype
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

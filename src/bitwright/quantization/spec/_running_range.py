@@ -70,8 +70,8 @@ class RunningRangeMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with torch.inference_mode(False):
-            self.register_buffer("running_min", torch.empty(0))
-            self.register_buffer("running_max", torch.empty(0))
+            self.register_buffer("running_min", torch.empty(0, dtype=torch.float32, device="cpu"))
+            self.register_buffer("running_max", torch.empty(0, dtype=torch.float32, device="cpu"))
         self._progress = _Progress()
         self._step = _Step()
 

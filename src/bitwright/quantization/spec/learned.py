@@ -75,7 +75,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         for name in self._LEARNED:
             self._buffers.pop(name, None)
             with torch.inference_mode(False):
-                self.register_parameter(name, nn.Parameter(torch.empty(0)))
+                self.register_parameter(name, nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))
         self._statistics: _Statistics | None = None
         self._restart = True
         #: Joins the statistics of a tensor with those of other processes; set while training in several.

@@ -43,7 +43,7 @@ class _Blocks:
 
 def _sign(parameter: torch.Tensor) -> torch.Tensor:
     """Return the derivative of the parameter's size, by which alone it counts."""
-    return torch.where(parameter < 0, -1.0, 1.0)
+    return torch.where(parameter < 0, -1.0, 1.0).to(parameter.dtype)
 
 
 class _LearnedStep(torch.autograd.Function):

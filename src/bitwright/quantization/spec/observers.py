@@ -125,7 +125,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
     def get_extra_state(self) -> torch.Tensor:
         """Return the histogram for the state_dict, empty if there is none."""
         if self._histogram is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         shape = torch.tensor([len(self._counts), *self._counts], device=self._histogram.counts.device)
         return torch.cat([shape, self._histogram.to_tensor()])
 
@@ -214,9 +214,10 @@ class MSERangeCalculator(DistributionRangeCalculatorBase):
         rounds = [(1.0, 64)] if coarse else [(0.25, 33)]
         for reach, tries in [*rounds, (1 / 64, 17), (1 / 512, 17)]:
             if reach == 1.0:
-                fractions = (torch.arange(tries, device=low.device) + 1).expand(len(low), -1) / tries
+                steps = torch.arange(1, tries + 1, dtype=torch.float32, device=low.device)
+                fractions = steps.expand(len(low), -1) / tries
             else:
-                spread = torch.linspace(-reach, reach, tries, device=low.device)
+                spread = torch.linspace(-reach, reach, tries, dtype=torch.float32, device=low.device)
                 fractions = (best[:, None] + spread).clamp(1e-4, 1.0)
             lows = low[:, None] * (fractions if moves[0] else below[:, None].expand_as(fractions))
             highs = high[:, None] * (fractions if moves[1] else above[:, None].expand_as(fractions))
@@ -286,7 +287,8 @@ def _least_divergence(counts: torch.Tensor, edges: torch.Tensor, levels: int) ->
     last = best = len(ends) - 1
     first = int((inside[ends - 1] * 2 < inside[-1]).sum())
     for _ in range(2):  # over all of them, then between the neighbours of the best
-        tries = sorted(set(torch.linspace(first, last, min(_TRIES, last - first + 1)).round().long().tolist()))
+        places = torch.linspace(first, last, min(_TRIES, last - first + 1), dtype=torch.float32, device="cpu")
+        tries = sorted(set(places.round().long().tolist()))
         divergences = [_divergence(counts, edges, int(ends[position]), levels) for position in tries]
         place = min(range(len(tries)), key=divergences.__getitem__)
         best = tries[place]
