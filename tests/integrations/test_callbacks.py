@@ -39,9 +39,11 @@ def rows(scale=1.0):
     return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
 
 
-def make(mode="eager", kind="plain", with_labels=False):
+SCHEDULE = QATSchedule(enable_fake_quant=2, disable_observer=5, least_bits={0: 8, 3: 1})
+
+
+def make(mode="eager", kind="plain", with_labels=False, schedule=SCHEDULE):
     torch.manual_seed(0)
-    schedule = QATSchedule(enable_fake_quant=2, disable_observer=5, least_bits={0: 8, 3: 1})
     quantizer = Quantizer(Net(), make_config(mode, kind, schedule=schedule))
     x = torch.randn(4, 4)
     if not with_labels:
@@ -181,6 +183,145 @@ def test_lightning(tmp_path, mode, kind):
     assert again.state_dict() == whole.state_dict()
     for (name, one), other in zip(expected.state_dict().items(), fresh.state_dict().values(), strict=True):
         assert torch.equal(one, other) if torch.is_tensor(one) else one == other, name
+
+
+def lightning_module(prepared):
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.prepared = prepared
+
+        def training_step(self, batch, index):
+            return F.cross_entropy(self.prepared(batch["x"]), batch["labels"])
+
+        def validation_step(self, batch, index):
+            self.prepared(batch["x"])
+
+        test_step = predict_step = validation_step
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    return Module()
+
+
+def lightning_trainer(quantizer, folder, *callbacks, epochs=2):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from bitwright.integrations.lightning import QATCallback
+
+    own = [QATCallback(quantizer) if callback is None else callback for callback in callbacks or (None,)]
+    return pl.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*own, ModelCheckpoint(str(folder), filename="{epoch}", save_top_k=-1)],
+    )  # fmt: skip
+
+
+def observing(prepared):
+    prepared.eval()  # when switches are looked at
+    return [m for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase) and m.is_observing()]
+
+
+def assert_equal_states(one, other):
+    for (name, value), second in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, second) if torch.is_tensor(value) else value == second, name
+
+
+@needs_lightning
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["plain", "lsq"])
+def test_lightning_evaluations_of_a_checkpoint(tmp_path, mode, kind):
+    """A checkpoint of the middle has observers on: neither the sanity check nor a test of it moves ranges."""
+    from torch.utils.data import DataLoader
+
+    data, large = DataLoader(rows(), batch_size=4), DataLoader(rows(1e3), batch_size=4)
+    whole, expected = make(mode, kind, schedule=None)
+    lightning_trainer(whole, tmp_path).fit(lightning_module(expected), data, large)
+    first, last = (str(tmp_path / f"epoch={epoch}.ckpt") for epoch in range(2))
+    resumed, fresh = make(mode, kind, schedule=None)
+    trainer = lightning_trainer(resumed, tmp_path / "again")
+    module = lightning_module(fresh)
+    trainer.fit(module, data, large, ckpt_path=first)
+    assert_equal_states(expected, fresh)
+    assert not observing(fresh)
+    for run in (trainer.test, trainer.validate, trainer.predict):
+        run(module, large, ckpt_path=last)
+        assert kind == "lsq" or largest(fresh) == largest(expected)
+        assert len(observing(fresh)) == len([m for m in fresh.modules() if isinstance(m, FakeQuantizeImplBase)])
+    with resumed.calibration_mode():
+        trainer.predict(module, large)
+    assert kind == "lsq" or largest(fresh) > 2 * largest(expected)
+
+
+@needs_lightning
+@pytest.mark.parametrize("mode", MODES)
+def test_lightning_averages_of_weights(tmp_path, mode):
+    """Averages of switches and zero points are refused; one of the weights is what the model is in the end, at rest."""
+    from torch.utils.data import DataLoader
+
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no EMAWeightAveraging")
+    data = DataLoader(rows(), batch_size=4)
+    quantizer, prepared = make(mode)
+    average = callbacks.EMAWeightAveraging(decay=0.5)
+    trainer = lightning_trainer(quantizer, tmp_path, None, average)
+    with pytest.raises(ValueError, match=r"EMAWeightAveraging: .*use_buffers=False"):
+        trainer.fit(lightning_module(prepared), data)
+    states = []
+    for first in (True, False):
+        quantizer, prepared = make(mode)
+        average = callbacks.EMAWeightAveraging(decay=0.5, use_buffers=False)
+        order = (None, average) if first else (average, None)
+        trainer = lightning_trainer(quantizer, tmp_path / str(first), *order)
+        trainer.fit(lightning_module(prepared), data, DataLoader(rows(1e3), batch_size=4))
+        assert quantizer.state_dict()["step_count"] == 8
+        assert largest(prepared) < 10
+        assert not observing(prepared)
+        assert all(int(v) == 1 for n, v in prepared.state_dict().items() if n.endswith("fake_quant_enabled"))
+        states.append(prepared)
+    assert_equal_states(*states)
+
+
+@needs_trainer
+@pytest.mark.parametrize("mode", MODES)
+def test_transformers_evaluations_of_a_checkpoint(tmp_path, mode):
+    """Neither evaluate() and predict() of a model with observers on, nor an evaluation at the start, move ranges."""
+    from transformers import Trainer, TrainingArguments
+
+    from bitwright.integrations.transformers import QATCallback
+
+    def trainer(quantizer, prepared):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no", eval_on_start=True,
+        )  # fmt: skip
+        return Trainer(
+            prepared, arguments, train_dataset=rows(), eval_dataset=rows(1e3), callbacks=[QATCallback(quantizer)]
+        )
+
+    quantizer, prepared = make(mode, schedule=None, with_labels=True)
+    trained = trainer(quantizer, prepared)
+    with quantizer.training_mode():
+        prepared(**{key: torch.stack([row[key] for row in rows()]) for key in ("x", "labels")})
+        checkpoint = {name: value.clone() for name, value in prepared.state_dict().items()}
+    trained.train()
+    assert 0 < largest(prepared) < 10
+    quantizer, prepared = make(mode, schedule=None, with_labels=True)
+    prepared.load_state_dict(checkpoint)
+    assert observing(prepared)
+    before = largest(prepared)
+    evaluated = trainer(quantizer, prepared)
+    for _ in range(2):
+        evaluated.evaluate()
+        evaluated.predict(rows(1e3))
+        assert largest(prepared) == before
+    with quantizer.calibration_mode():
+        evaluated.predict(rows(1e3))
+    assert largest(prepared) > 2 * before
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])

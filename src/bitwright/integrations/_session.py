@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from bitwright.base_model_compressor import _Lifecycle
 from bitwright.quantization import Quantizer
+from bitwright.quantization._schedule import observers_off, rest
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 __all__ = ["TrainingSession"]
 
@@ -30,6 +33,7 @@ class TrainingSession:
     def begin(self) -> None:
         """Enter training mode, unless it is entered."""
         if not self.active:
+            self.resume()
             self._training.enter_context(self.quantizer.training_mode(self.model))
             self.active = True
 
@@ -40,18 +44,34 @@ class TrainingSession:
         self.active = False
 
     def pause(self) -> None:
-        """Stop observing for an evaluation."""
-        if self.active and not self.paused:
-            self._evaluation.enter_context(self.quantizer.evaluating())
+        """Stop observing for an evaluation, also outside of training mode; in a calibration that is no evaluation."""
+        if not self.paused and self.quantizer._lifecycle is not _Lifecycle.CALIBRATING:
+            self._evaluation.enter_context(observers_off(self._trained))
 
     def resume(self) -> None:
         """Observe again."""
         self._evaluation.close()
 
+    def stop_observing(self) -> None:
+        """Turn observers off, as a loaded checkpoint may have them on; not inside a mode, which owns them."""
+        if self.quantizer._lifecycle is _Lifecycle.IDLE:
+            for module in self._trained.modules():
+                if isinstance(module, FakeQuantizeImplBase):
+                    module.disable_observer()
+
+    def rest(self) -> None:
+        """Have the switches as training mode leaves them, when others have written to the model since."""
+        if self.quantizer._lifecycle is _Lifecycle.IDLE:
+            rest(self._trained)
+
     @property
     def paused(self) -> bool:
         """Whether an evaluation is under way."""
         return bool(self._evaluation._exit_callbacks)  # type: ignore[attr-defined]
+
+    @property
+    def _trained(self) -> nn.Module:
+        return self.quantizer._model if self.model is None else self.model
 
     def step(self) -> None:
         """Advance the schedules, if the config has any."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from bitwright.quantization import Quantizer
+from bitwright.quantization._averages import refuse_averaged_buffers
 
 from ._session import TrainingSession
 
@@ -22,11 +25,14 @@ __all__ = ["QATCallback"]
 class QATCallback(Callback):  # type: ignore[misc]
     """Keeps a quantizer in training mode during ``trainer.fit``, steps its schedules, and checkpoints its state.
 
-    Schedules advance once per optimizer step, so that gradient accumulation counts as it should. Validation observes
-    nothing.
+    Schedules advance once per optimizer step, so that gradient accumulation counts as it should. Validation, the sanity
+    check before training, test and prediction observe nothing.
 
     Args:
         quantizer: a quantizer whose model is prepared; the LightningModule computes with that model.
+
+    Raises:
+        ValueError: an average of the weights, such as that of ``EMAWeightAveraging``, averages buffers too.
 
     Example:
         >>> trainer = Trainer(callbacks=[QATCallback(quantizer)])  # doctest: +SKIP
@@ -35,6 +41,14 @@ class QATCallback(Callback):  # type: ignore[misc]
     def __init__(self, quantizer: Quantizer) -> None:
         self._session = TrainingSession(quantizer)
         self._seen_steps = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """See that averages of the weights are no averages of switches and zero points."""
+        refuse_averaged_buffers(pl_module, type(pl_module).__name__)
+        for callback in trainer.callbacks:
+            for value in vars(callback).values():
+                if isinstance(value, nn.Module):
+                    refuse_averaged_buffers(value, type(callback).__name__)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter training mode."""
@@ -48,16 +62,36 @@ class QATCallback(Callback):  # type: ignore[misc]
             self._session.step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop observing."""
+        """Stop observing, in training as in the sanity check and in ``trainer.validate``."""
         self._session.pause()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Observe again."""
         self._session.resume()
 
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop observing."""
+        self._session.pause()
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Observe again, where a loaded checkpoint has observers on."""
+        self._session.resume()
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop observing."""
+        self._session.pause()
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """Observe again, where a loaded checkpoint has observers on."""
+        self._session.resume()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave training mode."""
         self._session.end()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Have the switches at rest again: callbacks have copied an average, as it was in training, into the model."""
+        self._session.rest()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave training mode, so that the model can be used."""

@@ -27,10 +27,11 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # its n
 class QATCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps a quantizer in training mode during ``trainer.train()``, steps its schedules, and saves its state.
 
-    Schedules advance once per optimizer step. Evaluations between steps observe nothing. Each checkpoint folder gets
-    ``bitwright_quantizer.json``; resuming from a checkpoint reads it. The state_dict of a model that the Trainer saves
-    as it is, such as a graph module, or with simulators on tied weights, gets copies of what stands in it under several
-    names, which safetensors refuses.
+    Schedules advance once per optimizer step. Evaluations between steps observe nothing, nor do ``trainer.evaluate()``
+    and ``trainer.predict()`` outside of training: observers that a loaded checkpoint has on are turned off when the
+    Trainer is made. Each checkpoint folder gets ``bitwright_quantizer.json``; resuming from a checkpoint reads it.
+    The state_dict of a model that the Trainer saves as it is, such as a graph module, or with simulators on tied
+    weights, gets copies of what stands in it under several names, which safetensors refuses.
 
     Args:
         quantizer: a quantizer whose model is prepared and is the trainer's model.
@@ -45,7 +46,8 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
         self._resume_from = None if resume_from is None else Path(resume_from)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """See that the Trainer can train and save the model."""
+        """See that the Trainer can train, evaluate and save the model."""
+        self._session.stop_observing()
         if model is None:
             return
         asked = [name for name in _CHECKPOINTING if getattr(args, name, False)]
@@ -60,11 +62,13 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
             model.register_state_dict_post_hook(_apart)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Enter training mode, from a saved state where one is given."""
+        """Enter training mode, from a saved state where one is given; stop observing if an evaluation is next."""
         if self._resume_from is not None:
             self._session.load_state_dict(json.loads((self._resume_from / _FILE).read_text()))
             self._resume_from = None
         self._session.begin()
+        if getattr(args, "eval_on_start", False):
+            self._session.pause()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the schedules; stop observing if an evaluation is next."""

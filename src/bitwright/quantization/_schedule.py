@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from ._bits import dtype_with_bits, set_dtype
 from ._statistics import has_searched_range
 
-__all__ = ["ScheduleDriver", "batch_norms", "switch"]
+__all__ = ["ScheduleDriver", "batch_norms", "observers_off", "rest", "switch"]
 
 
 class ScheduleDriver:
@@ -138,7 +139,9 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 continue
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and str(source.target).rpartition(".")[2] == "running_var":
-                    yield str(source.target).rpartition(".")[0], model.get_submodule(str(node.target))
+                    module = model.get_submodule(str(node.target))
+                    behind = module.behind if isinstance(module, FakeQuantizeImplBase) else None
+                    yield str(source.target).rpartition(".")[0], module if behind is None else behind
                     break
         return
     for path, module in model.named_modules():
@@ -150,3 +153,26 @@ def switch(simulator: FakeQuantizeImplBase, *, observer: bool, fake_quant: bool)
     """Turn a simulator's observer and its fake quantization on or off."""
     (simulator.enable_observer if observer else simulator.disable_observer)()
     (simulator.enable_fake_quant if fake_quant else simulator.disable_fake_quant)()
+
+
+def rest(model: nn.Module) -> None:
+    """Turn observers off and fake quantization on, as they are outside of calibration and training."""
+    for simulator in _simulators(model):
+        switch(simulator, observer=False, fake_quant=True)
+
+
+@contextmanager
+def observers_off(model: nn.Module) -> Iterator[None]:
+    """Turn the observers of ``model`` off, and those that were on on again on exit."""
+    observing = [simulator for simulator in _simulators(model) if simulator.is_observing()]
+    for simulator in observing:
+        simulator.disable_observer()
+    try:
+        yield
+    finally:
+        for simulator in observing:
+            simulator.enable_observer()
+
+
+def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
+    return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]

@@ -25,10 +25,11 @@ from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.graph_module import TracedGraphModule
 
 from . import _checkpoint
+from ._averages import refuse_averaged_buffers, warn_of_switches
 from ._distributed import merged_statistics, sharded_again, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._less_memory import activations_as_codes
-from ._schedule import ScheduleDriver, switch
+from ._schedule import ScheduleDriver, observers_off, rest, switch
 from ._statistics import gathering, has_searched_range, warn_of_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
@@ -201,7 +202,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 self._measured = True
                 warn_of_calibration(target, stacklevel=4)
             finally:
-                _rest(target)
+                rest(target)
 
     @contextmanager
     def training_mode(self, model: nn.Module | None = None, *, save_as_codes: bool | None = None) -> Iterator[Self]:
@@ -241,7 +242,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                     yield self
             finally:
                 self._schedules.release()
-                _rest(target)
+                rest(target)
 
     def step(self) -> None:
         """Advance the schedules by one and apply them.
@@ -288,21 +289,18 @@ class Quantizer(_Views, _BaseModelCompressor):
 
         Raises:
             RuntimeError: outside ``training_mode``, and no model is given.
+            ValueError: the model is an average that averages buffers too (``use_buffers=True``).
         """
         if model is None and self._lifecycle is not _Lifecycle.TRAINING:
             raise RuntimeError(
                 "evaluating() only has a meaning inside `with quantizer.training_mode():`, or for a copy of the model."
             )
         target = self._training_model if model is None else model
-        observing = [simulator for simulator in _simulators(target) if simulator.is_observing()]
-        with module_mode(target, training=False):
-            for simulator in observing:
-                simulator.disable_observer()
-            try:
-                yield self
-            finally:
-                for simulator in observing:
-                    simulator.enable_observer()
+        refuse_averaged_buffers(target, "evaluating()")
+        if target is not self._model:
+            warn_of_switches(target, self._model, stacklevel=4)
+        with module_mode(target, training=False), observers_off(target):
+            yield self
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside the model's and the optimizer's ``state_dict``.
@@ -378,6 +376,8 @@ class Quantizer(_Views, _BaseModelCompressor):
         """
         self._require_idle("finalize()")
         target = self._target(model, "finalization")
+        for simulator in _simulators(target):
+            simulator.read_switches()
         chosen = ExportBackend(backend)
         folder = mapped_folder(mmap_dir, chosen)
         unfinished = self._schedules.finish_bits(target)
@@ -494,8 +494,3 @@ def _is_quantizers(simulator: nn.Module) -> bool:
 def _is_activations(simulator: nn.Module) -> bool:
     """Whether a ``Quantizer`` inserted it for an activation."""
     return _is_quantizers(simulator) and simulator.quantization_target == CompressionTargetTensor.ACTIVATION
-
-
-def _rest(model: nn.Module) -> None:
-    for simulator in _simulators(model):
-        switch(simulator, observer=False, fake_quant=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from bitwright.quantization import Quantizer
+from bitwright.quantization._averages import refuse_averaged_buffers
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.qat import DistillationLoss
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -24,9 +26,9 @@ both_modes = pytest.mark.parametrize("mode", MODES)
 both_kinds = pytest.mark.parametrize("kind", ["plain", "lsq"])
 
 
-def start(mode, kind="plain", model=None, example=None, **prepare):
+def start(mode, kind="plain", model=None, example=None, schedule=None, **prepare):
     torch.manual_seed(0)
-    quantizer = Quantizer(ConvNet() if model is None else model, make_config(mode, kind))
+    quantizer = Quantizer(ConvNet() if model is None else model, make_config(mode, kind, schedule))
     prepared = quantizer.prepare((images()[0] if example is None else example,), **prepare)
     if kind == "lsq":
         with quantizer.calibration_mode(), torch.no_grad():
@@ -94,6 +96,68 @@ def test_averaged_models(mode, kind):
     assert bool(activations) == (kind == "plain")
     for name in activations:
         assert torch.equal(ranges[name], averaged.get_buffer(name)), name
+
+
+@both_modes
+def test_averages_of_switches_and_zero_points_are_refused(mode):
+    """Whole numbers are cut off: fake quantization that a schedule turned on stays off in the average."""
+    quantizer, prepared = start(mode, "plain", schedule=QATSchedule(enable_fake_quant=1))
+    with quantizer.training_mode():
+        averages = [
+            AveragedModel(prepared, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=used) for used in (True, False)
+        ]
+        by_hand = copy.deepcopy(prepared)
+        for seed in range(3):
+            prepared(images(seed)[0])
+            quantizer.step()
+            for averaged in averages:
+                averaged.update_parameters(prepared)
+            for own, now in zip(by_hand.buffers(), prepared.buffers(), strict=True):
+                if own.shape == now.shape:
+                    own.copy_(own * 0.5 + now * 0.5)
+        with (
+            pytest.raises(ValueError, match=r"evaluating\(\): the model is an AveragedModel.*use_buffers=False"),
+            quantizer.evaluating(averages[0]),
+        ):
+            pass
+        with pytest.raises(ValueError, match="net is an AveragedModel"):
+            refuse_averaged_buffers(nn.ModuleDict({"net": averages[0]}), "here")
+        partial = pytest.warns(UserWarning, match="simulators of this copy .*do not quantize")
+        with partial as caught, quantizer.evaluating(by_hand):
+            pass
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for model in (averages[1], copy.deepcopy(prepared), prepared):
+                with quantizer.evaluating(model):
+                    pass
+    refuse_averaged_buffers(AveragedModel(nn.Linear(2, 2), use_buffers=True), "here")
+
+
+@both_modes
+def test_switches_written_past_autograd_hold_in_model_and_copy(mode):
+    """A write through ``.data`` counts no version: evaluating, a mode and finalize look at the buffers themselves."""
+    x = images()[0]
+    quantizer, prepared = start(mode, "plain")
+    prepared.eval()
+    quantized = prepared(x)
+    observed = copy.deepcopy(prepared)
+    for model, name, value in ((prepared, "fake_quant_enabled", 0), (observed, "observer_enabled", 1)):
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(name):
+                buffer.data.fill_(value)
+    twin = copy.deepcopy(prepared)
+    assert torch.equal(prepared.eval()(x), twin(x))
+    assert not torch.equal(twin(x), quantized)
+    before = tensors(observed)
+    with quantizer.evaluating(observed):
+        observed(x * 100)
+    assert_identical(before, tensors(observed))
+    for buffer_name, buffer in prepared.named_buffers():
+        if buffer_name.endswith("fake_quant_enabled"):
+            buffer.data.fill_(1)
+    with torch.no_grad():
+        assert torch.equal(quantizer.finalize(backend="_torch")(x), quantized)
 
 
 @both_modes

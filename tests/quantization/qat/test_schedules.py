@@ -170,6 +170,66 @@ def test_compiled_batch_norms_freeze(mode):
         assert count == 2
 
 
+class OneNorm(nn.Module):
+    """Two convolutions, or one that runs twice, share a batch norm."""
+
+    def __init__(self, convs):
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.second = self.first if convs == 1 else nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.second(torch.relu(self.norm(self.first(x)))))
+
+
+NORMED = {
+    "conv": lambda: nn.Sequential(nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+    "conv with bias": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 4)),
+    "no gain": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, affine=False)),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.ReLU()),
+    "depthwise": lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4), nn.ReLU6()),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
+    "shared norm": lambda: OneNorm(convs=2),
+    "shared layer": lambda: OneNorm(convs=1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("network", "compiled"), [*((name, False) for name in NORMED), ("conv with bias", True)])
+def test_frozen_batch_norms_compute_as_in_evaluation(mode, network, compiled):
+    """The step's output is the evaluation's while they are frozen; simulators train on, and later so do the norms."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = NORMED[network](), torch.randn(8, 4, 6, 6) * 2 + 1
+    for _ in range(20):  # running statistics are those of the batch, but for what weights will change
+        model(x)
+    quantizer = Quantizer(model, make_config(mode, schedule=QATSchedule(freeze_batch_norm=1), dtype="int8"))
+    prepared = quantizer.prepare((x,))
+    weights = [s for s in simulators(prepared) if s.quantization_target == CompressionTargetTensor.WEIGHT]
+    run = torch.compile(prepared, backend="eager") if compiled else prepared
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-2)
+    same, scales = [], []
+    with quantizer.training_mode():
+        for _ in range(3):
+            run.train()
+            y = run(x)
+            scales.append([s.calculate_qparams()[0].clone() for s in weights])
+            assert all(simulator.training for simulator in simulators(prepared))
+            with quantizer.evaluating(), torch.no_grad():
+                same.append(torch.equal(y, prepared(x)))
+            optimizer.zero_grad()
+            y.square().mean().backward()
+            optimizer.step()
+            quantizer.step()
+    assert same == [False, True, True]
+    assert not any(map(torch.equal, scales[1], scales[2]))
+    prepared.train()
+    with torch.no_grad():
+        assert not torch.equal(prepared(x), prepared.eval()(x))
+    assert all("train" not in vars(module) for module in prepared.modules())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_norms_freeze_at_a_step_of_their_own(mode):
     """One that froze earlier does not keep the next from it."""

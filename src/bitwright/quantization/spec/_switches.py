@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from bitwright._utils.direct_calls import DirectlyCalled
+from bitwright.kernels.dispatch import is_plain_torch
 
 __all__ = ["SwitchedModule"]
 
@@ -21,6 +22,7 @@ class SwitchedModule(DirectlyCalled):
     What ``forward`` asks is ``_observer_on``, ``_fake_quant_on`` and ``_is_off``. The buffers ``observer_enabled``,
     ``fake_quant_enabled`` and ``_disabled`` hold the same for checkpoints and for code that writes them directly. A
     write is noticed by the buffer's version counter, so the buffers, which may live on a GPU, are read only after one.
+    What counts no version, such as a write through ``.data``, is noticed on the CPU, by :meth:`read_switches`.
     """
 
     fake_quant_enabled: torch.Tensor
@@ -36,9 +38,9 @@ class SwitchedModule(DirectlyCalled):
     def __init__(self) -> None:
         super().__init__()
         with torch.inference_mode(False):  # tensors made in inference mode have no version counter
-            self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
-            self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
-            self.register_buffer("_disabled", torch.tensor(False))
+            self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8, device="cpu"))
+            self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8, device="cpu"))
+            self.register_buffer("_disabled", torch.tensor(False, device="cpu"))
         self._observer_on, self._fake_quant_on, self._is_off = True, True, False
         self._note_buffers()
 
@@ -60,13 +62,36 @@ class SwitchedModule(DirectlyCalled):
 
     def is_observing(self) -> bool:
         """Return whether statistics are gathered."""
-        self._sync_switches()
+        self.read_switches()
         return self._observer_on
+
+    def is_quantizing(self) -> bool:
+        """Return whether what passes through is quantized."""
+        self.read_switches()
+        return self._fake_quant_on and not self._is_off
 
     def is_disabled(self) -> bool:
         """Return whether the simulator took itself out of use, because its blocks do not divide the tensor."""
-        self._sync_switches()
+        self.read_switches()
         return self._is_off
+
+    def read_switches(self) -> None:
+        """Take over what the buffers hold; on a GPU only after a write that counts a version."""
+        self._sync_switches()
+        if torch.compiler.is_compiling() or not is_plain_torch():
+            return
+        buffers = [self._buffers[name] for name in _SWITCHES]
+        if any(type(buffer) is not torch.Tensor or buffer.device.type != "cpu" for buffer in buffers):
+            return
+        before = self._observer_on, self._fake_quant_on, self._is_off
+        self._read_switches()
+        if before != (self._observer_on, self._fake_quant_on, self._is_off):
+            self._forget_shortcut()  # which looks at versions
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; a good time to look at the switches."""
+        self.read_switches()
+        return super().train(mode)
 
     def _set_switch(self, name: str, on: bool) -> None:
         self._sync_switches()
