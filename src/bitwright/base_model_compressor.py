@@ -178,7 +178,10 @@ class _BaseModelCompressor(ABC):
 
     def _require_idle(self, action: str) -> None:
         if self._lifecycle is not _Lifecycle.IDLE:
-            raise RuntimeError(f"{action} inside {self._lifecycle.value} mode; leave the `with` block first.")
+            remedy = "leave the `with` block first"
+            if self._lifecycle is _Lifecycle.TRAINING:
+                remedy += ", or call close() of the QATCallback if an error has ended a trainer's training"
+            raise RuntimeError(f"{action} inside {self._lifecycle.value} mode; {remedy}.")
 
     @contextmanager
     def _in_lifecycle(self, state: _Lifecycle) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.errors import BitwrightWarning
 from bitwright.quantization import Quantizer
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -96,6 +97,90 @@ def test_transformers_trainer(tmp_path, mode, kind):
     assert again.state_dict() == quantizer.state_dict()
     for (name, one), other in zip(prepared.state_dict().items(), fresh.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
+
+
+def trained(quantizer, prepared, folder, *callbacks, resume=False, **options):
+    from transformers import Trainer, TrainingArguments
+
+    from bitwright.integrations.transformers import QATCallback
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        disable_tqdm=True, learning_rate=1e-2, save_strategy="steps", save_steps=2, **options,
+    )  # fmt: skip
+    data = {"train_dataset": rows(), "eval_dataset": {"first": rows(1e3), "second": rows(1e3)}}
+    own = QATCallback(quantizer)
+    trainer = Trainer(prepared, arguments, **data, callbacks=[own, *callbacks])
+    for callback in callbacks:
+        callback.trainer = trainer
+    trainer.train(resume_from_checkpoint=resume)
+    return own
+
+
+@needs_trainer
+def test_no_evaluation_of_transformers_moves_a_range(tmp_path):
+    """One before training, those of several data sets, and those that somebody's own callback asks for."""
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.predict(rows(1e3))
+
+    quantizer, prepared = make(with_labels=True)
+    trained(quantizer, prepared, tmp_path / "a", Asks(), eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    again, fresh = make(with_labels=True)
+    trained(again, fresh, tmp_path / "b")
+    for (name, one), other in zip(prepared.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@needs_trainer
+@pytest.mark.parametrize("named", [True, False])
+def test_transformers_resume_finds_the_quantizers_state(tmp_path, named):
+    """Beside the model's, by its folder or as the last one."""
+    quantizer, prepared = make(with_labels=True)
+    trained(quantizer, prepared, tmp_path)
+    for path in (tmp_path / "checkpoint-4").iterdir():
+        path.unlink()
+    (tmp_path / "checkpoint-4").rmdir()
+    again, fresh = make(with_labels=True)
+    trained(again, fresh, tmp_path, resume=str(tmp_path / "checkpoint-2") if named else True)
+    assert again.state_dict() == quantizer.state_dict()
+    for (name, one), other in zip(prepared.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@needs_trainer
+def test_transformers_resume_without_the_quantizers_state_is_told(tmp_path):
+    quantizer, prepared = make(with_labels=True)
+    trained(quantizer, prepared, tmp_path)
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}" / "bitwright_quantizer.json").unlink()
+    again, fresh = make(with_labels=True)
+    with pytest.warns(BitwrightWarning, match="schedules begin at step 0"):
+        trained(again, fresh, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+
+@needs_trainer
+def test_training_that_an_error_ended_can_be_closed(tmp_path):
+    from transformers import TrainerCallback
+
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            handler = self.trainer.callback_handler.callbacks
+            found.extend(callback for callback in handler if type(callback).__name__ == "QATCallback")
+
+    found = []
+    quantizer, prepared = make(with_labels=True)
+    with pytest.raises(KeyboardInterrupt):
+        trained(quantizer, prepared, tmp_path, Interrupted())
+    with pytest.raises(RuntimeError, match=r"inside training mode.*close\(\)"):
+        quantizer.finalize(backend="_torch")
+    found[0].close()
+    quantizer.finalize(backend="_torch")
 
 
 @needs_trainer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from bitwright.errors import BitwrightWarning
 from bitwright.quantization import Quantizer
 
 from ._session import TrainingSession
@@ -27,15 +29,18 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # its n
 class QATCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps a quantizer in training mode during ``trainer.train()``, steps its schedules, and saves its state.
 
-    Schedules advance once per optimizer step. Evaluations between steps observe nothing, nor do ``trainer.evaluate()``
-    and ``trainer.predict()`` outside of training: observers that a loaded checkpoint has on are turned off when the
-    Trainer is made. Each checkpoint folder gets ``bitwright_quantizer.json``; resuming from a checkpoint reads it.
+    Schedules advance once per optimizer step. Evaluations between steps observe nothing, whoever asks for them, nor do
+    ``trainer.evaluate()`` and ``trainer.predict()`` outside of training: observers that a loaded checkpoint has on are
+    turned off when the Trainer is made. A callback that evaluates in its own ``on_step_end`` is to come after this one.
+    Each checkpoint folder gets ``bitwright_quantizer.json``; resuming from a checkpoint reads it.
+    Where training ends with an error or Ctrl-C, ``close()`` leaves training mode.
     The state_dict of a model that the Trainer saves as it is, such as a graph module, or with simulators on tied
     weights, gets copies of what stands in it under several names, which safetensors refuses.
 
     Args:
         quantizer: a quantizer whose model is prepared and is the trainer's model.
-        resume_from: checkpoint folder to take the quantizer's state from when training begins.
+        resume_from: checkpoint folder to take the quantizer's state from when training begins; needed only where
+            ``trainer.train(resume_from_checkpoint=...)`` names a folder that is not in ``output_dir``.
 
     Raises:
         ValueError: the Trainer is told to checkpoint gradients of a model that cannot, such as a graph module.
@@ -62,30 +67,29 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
             model.register_state_dict_post_hook(_apart)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Enter training mode, from a saved state where one is given; stop observing if an evaluation is next."""
-        if self._resume_from is not None:
-            self._session.load_state_dict(json.loads((self._resume_from / _FILE).read_text()))
-            self._resume_from = None
+        """Enter training mode, from the state that a checkpoint has where training is resumed; observe nothing yet."""
+        folder = self._resume_from or _resumed_from(args, state)
+        self._resume_from = None
+        if folder is not None:
+            self._session.load_state_dict(json.loads((folder / _FILE).read_text()))
+        elif state.global_step and self._session.quantizer.has_schedule:
+            warnings.warn(
+                f"Training goes on at step {state.global_step}, and no checkpoint with {_FILE} was found: the "
+                "quantizer's schedules begin at step 0. Pass QATCallback(quantizer, resume_from=folder).",
+                BitwrightWarning,
+                stacklevel=2,
+            )
         self._session.begin()
-        if getattr(args, "eval_on_start", False):
-            self._session.pause()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the schedules; stop observing if an evaluation is next."""
-        self._session.step()
-        self._pause_for(control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop observing if an evaluation is next."""
-        self._pause_for(control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Observe again."""
-        self._session.resume()
+        self._session.pause()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Observe again, also when the announced evaluation did not come."""
+        """Observe what the model is trained with, all parts of a batch."""
         self._session.resume()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the schedules, and observe nothing until the next step: evaluations may come between them."""
+        self._session.step()
+        self._session.pause()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the quantizer's state beside the checkpoint."""
@@ -96,11 +100,21 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave training mode."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave training mode, as ``trainer.train()`` does at its end, where an error or Ctrl-C has ended it."""
         self._session.end()
 
-    def _pause_for(self, control: Any) -> None:
-        if control.should_evaluate:
-            self._session.pause()
+
+def _resumed_from(args: Any, state: Any) -> Path | None:
+    """Return the checkpoint that training goes on from, if it has a quantizer's state; the Trainer names its step."""
+    if not state.global_step:
+        return None
+    asked = getattr(args, "resume_from_checkpoint", None)
+    folders = [Path(asked)] if isinstance(asked, str) else []
+    folders.append(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+    return next((folder for folder in folders if (folder / _FILE).is_file()), None)
 
 
 def _shares_simulated_weights(model: nn.Module) -> bool:
