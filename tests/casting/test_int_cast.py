@@ -217,6 +217,60 @@ def test_counters_that_are_written_in_place_have_no_bounds() -> None:
         assert module(torch.tensor([0.0, 1.0, 0.0])).tolist() == [40001]
 
 
+def test_index_that_is_written_in_place_later_has_no_bounds() -> None:
+    """The table of 100 rows bounds it before the write, not after."""
+
+    class Rewritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, 2)
+
+        def forward(self, i: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            index = i.clone()
+            row = self.table(index)
+            index.view(-1).add_(100000)
+            return row, index + x.argmax(-1)
+
+    i, x = torch.tensor([5, 7]), torch.eye(2)
+    program = export(Rewritten(), i, x, decompose=False)
+    with pytest.warns(CastingWarning, match="clone has no bounds"):
+        cast_int32_to_int16(program)
+    assert run(program, i, x)[1].tolist() == [100005, 100008]
+
+
+class Overwriting(nn.Module):
+    """Write to an input, and to a buffer, after both were added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.tensor([3, 200]))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        total = a + b + self.held
+        a.mul_(factor)
+        self.held.add_(a)
+        return total + a
+
+
+@pytest.mark.parametrize("decompose", [True, False])
+@pytest.mark.parametrize("factor", [1000, 2])
+def test_input_that_is_written_to_is_cast_only_when_the_result_fits(decompose: bool, factor: int) -> None:
+    """100000 is written back whole; what is proven to be at most 600 may be written to an int16 input."""
+    a, b, f = torch.tensor([100, 200]), torch.tensor([300, 0]), torch.tensor([factor, factor])
+    expected, inputs, buffer = Overwriting(), a.clone(), torch.tensor([3, 200]) + a * factor
+    result = expected(inputs, b, f)
+    program = export(Overwriting(), a.clone(), b, f, decompose=decompose)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CastingWarning)
+        cast_int32_to_int16(program, value_ranges={"a": (0, 300), "b": (0, 300), "factor": (0, factor)})
+    fed = [x.to(node.dtype) for x, node in zip((a, b, f), program.example_inputs[0], strict=True)]
+    assert fed[0].dtype == (torch.int16 if decompose and factor == 2 else torch.int64)
+    module = program.module()
+    assert torch.equal(module(*fed), result)
+    assert fed[0].tolist() == inputs.tolist()
+    assert torch.equal(module.get_buffer("held"), buffer)
+
+
 class RandomIntegers(nn.Module):
     """Integer operators on values picked from what has been computed so far."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from bitwright.casting import cast_fp32_to_bf16, cast_fp32_to_fp16, cast_to_16_bit_precision
 
-from .programs import Overflowing, dtype, export, find, run, sqnr
+from .programs import Overflowing, dtype, export, find, node_dtypes, run, sqnr
 
 ATEN = torch.ops.aten
 X = torch.tensor([[12.0, 3.0]])
@@ -152,6 +153,68 @@ def test_computed_numbers_are_an_overflow_however_large() -> None:
     cast_fp32_to_fp16(program, example_inputs=(large,))
     for op in (ATEN.exp.default, ATEN.mul.Tensor, ATEN.log.default):
         assert dtype(find(program, op)) == torch.float32
+
+
+class Promoting(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return self.function(i, self.w)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i, w: i * w,
+        lambda i, w: (w * 1e4) / i,
+        lambda i, w: torch.cat([i, w]) * 0.5,
+        lambda i, w: i.sum(0, dtype=torch.float32) * w * 0.2,
+    ],
+    ids=["product", "quotient", "join", "sum"],
+)
+def test_integer_operand_that_overflows_is_promoted_in_float32(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """The integers exceed float16 although neither the other operand nor what the program returns does."""
+    i = torch.tensor([86400, 5, -70000])
+    program = export(Promoting(function), i)
+    reference = run(program, i)[0]
+    cast_fp32_to_fp16(program, example_inputs=(i,))
+    assert program.state_dict["w"].dtype == torch.float16
+    assert torch.allclose(reference, run(program, i)[0].float(), rtol=2e-3)
+
+
+def test_integer_operand_that_is_proven_to_overflow_needs_no_example() -> None:
+    program = export(Promoting(lambda i, w: torch.arange(70000, 70003) * w + i), torch.tensor(0))
+    reference = run(program, torch.tensor(0))[0]
+    cast_fp32_to_fp16(program)
+    assert sqnr(reference, run(program, torch.tensor(0))[0]) > 60
+
+
+def test_large_indices_are_no_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    """Only numbers that become floats count: not an index, a place that was found, or integer arithmetic."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(70001, 2)
+
+        def forward(self, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values, places = self.table.weight[:, 0].topk(2)
+            return self.table(i) * 2, values, places + 69999, self.table.weight.argmax(0) + i, self.table.weight[i]
+
+    i = torch.tensor([70000, 69999])
+    model = Looked()
+    with torch.no_grad():
+        model.table.weight[-1] = 9.0
+    program = export(model, i)
+    with caplog.at_level(logging.WARNING, logger="bitwright.casting"):
+        cast_fp32_to_fp16(program, example_inputs=(i,))
+    assert node_dtypes(program)[torch.float32] == 0
+    assert "overflow" not in caplog.text
 
 
 @pytest.mark.parametrize(

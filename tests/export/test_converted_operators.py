@@ -101,6 +101,15 @@ def _spectrogram(x):
     return torch.log(frames.abs() ** 2 + 1e-2)
 
 
+def _signals_again(x):
+    signals, window = x.flatten(1), torch.hann_window(24)
+    z = torch.stft(signals, 32, 8, 24, window, normalized=True, onesided=False, return_complex=True)
+    halves = torch.stft(signals[0], 16, window=torch.ones(16), center=False, return_complex=True)
+    again = torch.istft(z * 2, 32, 8, 24, window, normalized=True, length=80)
+    few = torch.istft(halves, 16, window=torch.ones(16), center=False, length=40)
+    return torch.cat([again.flatten(), few, torch.view_as_real(z).flatten()])
+
+
 LACKED = {
     "checked": lambda x: _checked(x) * 2 + torch._is_all_true(x > -9) + torch._is_any_true(x < -9),
     "rotary embeddings in complex numbers": _rotated,
@@ -109,6 +118,7 @@ LACKED = {
     "a spectrum that is written": _written_spectrum,
     "matrices and choices of complex numbers": _complex_matrices,
     "a spectrogram": _spectrogram,
+    "signals of spectrograms": _signals_again,
     "attention with other values": lambda x: (
         F.scaled_dot_product_attention(x, x.flip(2), x[..., :6], SEEN, scale=0.3).sum()
         + F.scaled_dot_product_attention(x, x.flip(2), torch.cat([x, x], -1), is_causal=True)

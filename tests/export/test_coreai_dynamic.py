@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("coreai_torch")
 
 from bitwright.errors import BitwrightError
+from bitwright.export import complex_numbers
 from bitwright.export.conversion import ConversionError, converting
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -221,3 +222,50 @@ def test_graphs_with_nothing_quantized_take_other_sizes(tmp_path):
     more = torch.randn(7, 16)
     with torch.no_grad():
         assert sqnr(ready(more), run_coreai(path, (more,))[0]) > 100
+
+
+class Spectrogram(nn.Module):
+    """A spectrogram whose last frames are quieter, and the signals of it."""
+
+    def __init__(self, **how):
+        super().__init__()
+        self.how = {"hop_length": 8, "window": torch.hann_window(how.get("win_length") or 32), **how}
+
+    def forward(self, x):
+        z = torch.stft(x, 32, **self.how, return_complex=True)
+        z = torch.cat([z[..., :6], z[..., 6:] * 0.1], -1)
+        how = {key: value for key, value in self.how.items() if key not in ("center", "pad_mode")}
+        signals = torch.istft(z, 32, **how, center=True) if self.how.get("center", True) else x
+        return z.abs(), signals
+
+
+SPECTROGRAMS = {
+    "torch's defaults": {},
+    "as they lie": {"center": False},
+    "a shorter window, both halves": {
+        "win_length": 20, "normalized": True, "onesided": False, "pad_mode": "constant",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPECTROGRAMS.values(), ids=SPECTROGRAMS)
+def test_spectrograms_run_at_every_batch(how, tmp_path):
+    """PyTorch's kernels of ``stft`` and ``istft`` ask for sizes as numbers, which fixes them to the example's."""
+    torch.manual_seed(0)
+    model = Spectrogram(**how).eval()
+    path = export_coreai(model, (torch.randn(2, 100),), tmp_path / "m.aimodel", dynamic_shapes=BATCH)
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 100)
+        for expected, found in zip(model(x), run_coreai(path, (x,)), strict=True):
+            assert found.shape == expected.shape
+            assert sqnr(expected, found) > 90
+
+
+def test_sizes_that_a_decomposition_fixes_are_refused(monkeypatch, tmp_path):
+    """A file that holds for the example's batch alone is not written; the error says which size, and what fixed it."""
+    monkeypatch.setattr(complex_numbers, "SHORT_TIME", {})
+    with pytest.raises(ConversionError, match=r"aten\.stft.*: dimension 0 of the input 'x' \(2 in the file\)"):
+        export_coreai(
+            Spectrogram(center=False).eval(), (torch.randn(2, 100),), tmp_path / "m.aimodel", dynamic_shapes=BATCH
+        )
+    assert not (tmp_path / "m.aimodel").exists()

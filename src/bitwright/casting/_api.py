@@ -46,7 +46,10 @@ def cast_fp32_to_fp16(
       consumers;
     * values that the example inputs drive beyond the range, and their consumers (they are named in a log warning);
     * what is computed from bfloat16 values, when the target is float16;
-    * sines and cosines of integer positions, complex numbers, operators without a 16-bit kernel in PyTorch.
+    * operators that turn integers beyond the range into floats, as far as these are proven or seen;
+    * positions, which are floats made of integers, up to where every digit of them matters: sines and cosines,
+      roundings, casts to integers, and, unless activations are mixed in, comparisons, remainders and searches;
+    * complex numbers, operators without a 16-bit kernel in PyTorch.
 
     Results of such nodes are narrowed again where 16-bit consumers read them. Infinities stay infinities; finite
     values from 1e38 on stand for infinity in masks and become the largest finite number; a scalar that is not zero

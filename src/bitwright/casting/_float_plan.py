@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ._cleanup import CAST_OPS, dtype_of
 from ._intervals import Interval
-from ._numbers import fits_tensor, largest, loses_precision
+from ._numbers import fits_tensor, holds_mask_numbers, largest, loses_precision
 from ._operators import (
     attribute_of,
     called_graphs,
@@ -28,6 +28,7 @@ from ._operators import (
     is_graph_call,
     keeps_magnitude,
     lacks_16_bit_kernel,
+    promoted_integers,
     reinterprets_bits,
     unsuitable_scalar,
     written_arguments,
@@ -65,7 +66,7 @@ class FloatPlanner:
     Args:
         dtype: the 16-bit dtype.
         ignored: tells for a node whether the user wants it in float32.
-        peaks: largest magnitudes seen, by node; empty when no example inputs were given.
+        peaks: largest magnitudes seen, by node of a float32 or integer value; empty when no example inputs were given.
         ranges: proven intervals of integer values, by node.
     """
 
@@ -94,7 +95,8 @@ class FloatPlanner:
         for node in user_inputs(program):
             self._check_peak(node)
         parameters = {node for node, spec, _ in static_inputs(program) if spec.kind == InputKind.PARAMETER}
-        self._plan_graph(program.graph, parameters)
+        buffers = {node for node, _, tensor in static_inputs(program) if not holds_mask_numbers(tensor)} - parameters
+        self._plan_graph(program.graph, parameters, buffers)
         # The user's inputs change by contract; of the rest, what only phases read stays as exact as it is.
         self._plan.stay -= set(user_inputs(program))
         self._plan.stay |= set(tokens(program))
@@ -124,8 +126,8 @@ class FloatPlanner:
             if id(tensor) in verdicts:
                 self._plan.wide[node] = verdicts[id(tensor)]
 
-    def _plan_graph(self, graph: Graph, parameters: set[Node]) -> None:
-        chains = position_chains(graph, parameters)
+    def _plan_graph(self, graph: Graph, parameters: set[Node], buffers: set[Node]) -> None:
+        chains = position_chains(graph, parameters, buffers)
         if graph.owning_module is self._root:
             self._plan.stay |= chains.placeholders
         for node in graph.nodes:
@@ -157,13 +159,15 @@ class FloatPlanner:
             self._inherits_width.add(node)
             reason = reason or "it computes with bfloat16 values, whose range float16 does not have"
             self._plan.wide[node] = reason
-        overflow = self._overflow(node) or self._integer_overflow(node) or self._moved_width(node)
+        integers = self._integer_overflow(node)
+        overflow = self._overflow(node) or (integers if node.target in CAST_OPS else None) or self._moved_width(node)
         if overflow is None and is_creation(node):
             overflow = unsuitable_scalar(node, self._plan.dtype)
         if overflow is not None:
             self._plan.wide[node] = overflow
-        if reason is not None or overflow is not None:
-            self._plan.kept[node] = reason or str(overflow)
+        reason = reason or overflow or integers
+        if reason is not None:
+            self._plan.kept[node] = reason
 
     def _plan_item(self, node: Node) -> None:
         container = node.all_input_nodes[0]
@@ -197,7 +201,7 @@ class FloatPlanner:
         if reason is None and not is_graph_call(node):
             reason = f"graphs called by {node.target} are not rewritten"
         for module in called_graphs(node):
-            self._plan_graph(module.graph, parameters=set())
+            self._plan_graph(module.graph, parameters=set(), buffers=set())
             placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
             for inner in placeholders:
                 self._check_peak(inner)
@@ -220,7 +224,7 @@ class FloatPlanner:
 
     def _overflow(self, node: Node) -> str | None:
         peak = self._peaks.get(node, 0.0)
-        if peak > largest(self._plan.dtype):
+        if _yields_float32(node) and peak > largest(self._plan.dtype):
             return f"the example inputs drive it to {peak:.4g}, beyond {self._plan.dtype}"
         return None
 
@@ -231,11 +235,16 @@ class FloatPlanner:
         return next((self._plan.wide[source] for source in node.all_input_nodes if source in self._plan.wide), None)
 
     def _integer_overflow(self, node: Node) -> str | None:
-        if node.target not in CAST_OPS or not isinstance(node.args[0], Node) or node.args[0] not in self._ranges:
-            return None
-        interval = self._ranges[node.args[0]]
-        if interval.magnitude > largest(self._plan.dtype):
-            return f"it holds integers from {interval.low} to {interval.high}, beyond {self._plan.dtype}"
+        """Say which integers that ``node`` turns into floats are beyond the 16-bit dtype."""
+        for source in promoted_integers(node):
+            interval, peak = self._ranges.get(source), self._peaks.get(source, 0.0)
+            if interval is not None and interval.magnitude > largest(self._plan.dtype):
+                bounds = f"from {interval.low} to {interval.high}"
+                return f"{source.name} holds integers {bounds}, beyond {self._plan.dtype}"
+            if peak > largest(self._plan.dtype):
+                return (
+                    f"the example inputs drive the integers of {source.name} to {peak:.4g}, beyond {self._plan.dtype}"
+                )
         return None
 
     def _settle_shared_graphs(self, module: GraphModule) -> None:

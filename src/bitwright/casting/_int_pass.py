@@ -9,13 +9,14 @@ from typing import Final
 import torch
 from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from ._cleanup import cleanup_casts, dtype_of
 from ._float_pass import sync_metadata_assertion
 from ._index_ops import build_unsafe_to_cast_nodes, index_nodes
 from ._intervals import Interval, dtype_interval
-from ._operators import called_graphs, op_name
+from ._operators import called_graphs, op_name, written_arguments
 from ._program import finish, user_inputs
 from ._ranges import RangeAnalysis
 from ._reachable import reachable
@@ -53,17 +54,32 @@ class Unproven:
 def apply_int16(program: ExportedProgram, analysis: RangeAnalysis) -> list[Unproven]:
     """Rewrite ``program`` in place; return the arithmetic that was left alone for want of a proof."""
     unproven: list[Unproven] = []
-    _rewrite(program.graph_module, user_inputs(program), analysis.intervals, unproven)
+    inputs = user_inputs(program)
+    _rewrite(
+        program.graph_module, inputs, _retypable(program, inputs, analysis.intervals), analysis.intervals, unproven
+    )
     finish(program)
     return unproven
+
+
+def _retypable(program: ExportedProgram, inputs: list[Node], intervals: dict[Node, Interval]) -> set[Node]:
+    """Return the inputs that may be fed as int16: nothing is written to them, or nothing but what fits."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    written = {argument for node in program.graph.nodes for argument in written_arguments(node)}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            bounds = intervals.get(nodes[spec.arg.name])
+            if bounds is None or not bounds.within(INT16):
+                written.add(nodes[str(spec.target)])
+    return set(inputs) - written
 
 
 def _rewrite(
     module: GraphModule,
     inputs: list[Node],
+    retypable: set[Node],
     intervals: dict[Node, Interval],
     unproven: list[Unproven],
-    nested: bool = False,
 ) -> None:
     graph = module.graph
     castable = build_castable_int16_nodes(graph, build_user_reachable_nodes(inputs), build_unsafe_to_cast_nodes(graph))
@@ -72,13 +88,13 @@ def _rewrite(
     retyper = Retyper(graph, inserted)
     inference = DtypeInference()
     for node in list(graph.nodes):
-        if node.op == "placeholder" and node in chosen and not nested:
+        if node.op == "placeholder" and node in chosen and node in retypable:
             set_dtypes(node, [torch.int16])
         elif node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
             retyper.feed_original(node)
             for called in called_graphs(node):
                 placeholders = [inner for inner in called.graph.nodes if inner.op == "placeholder"]
-                _rewrite(called, placeholders, intervals, unproven, nested=True)
+                _rewrite(called, placeholders, set(), intervals, unproven)
         elif node.target is _aten._assert_tensor_metadata.default:
             sync_metadata_assertion(node)
         elif node.op == "call_function" and node in chosen and _runs_in_int16(node):

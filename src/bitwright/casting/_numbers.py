@@ -60,6 +60,13 @@ def fits_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return True
 
 
+def holds_mask_numbers(tensor: torch.Tensor) -> bool:
+    """Tell whether a float32 ``tensor`` holds infinities, or finite numbers that stand for them."""
+    return tensor.dtype == torch.float32 and any(
+        bool((part.abs() >= STANDS_FOR_INFINITY).any()) for part in _parts(tensor)
+    )
+
+
 def loses_precision(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether ``dtype`` would lose more of a float32 ``tensor`` than rounding explains.
 

@@ -1,4 +1,4 @@
-"""Largest magnitude of every float32 value of a program, found by running it on example inputs.
+"""Largest magnitude of every float32 and integer value of a program, found by running it on example inputs.
 
 Finite numbers that stand for infinity in masks are no magnitudes, as long as they come from a constant or an input:
 what an operation computes beyond them is an overflow like any other.
@@ -24,8 +24,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def peak_values(program: ExportedProgram, inputs: Any) -> dict[Node, float]:
-    """Run ``program`` and return the largest finite magnitude of every float32 value, sub-graphs included; what stands
-    for infinity is left out.
+    """Run ``program`` and return the largest finite magnitude of every float32 value and every integer tensor,
+    sub-graphs included; what stands for infinity is left out, and so are integers among several results.
 
     Args:
         program: the program in float32.
@@ -48,7 +48,7 @@ def peak_values(program: ExportedProgram, inputs: Any) -> dict[Node, float]:
 
 
 class _Recorder(Interpreter):
-    """Run a graph node by node and keep the largest finite magnitude of each float32 result."""
+    """Run a graph node by node and keep the largest finite magnitude of each float32 or integer result."""
 
     def __init__(self, module: GraphModule, peaks: dict[Node, float]) -> None:
         super().__init__(module)
@@ -65,7 +65,14 @@ class _Recorder(Interpreter):
                     self._masks.add(n)
                     magnitude = magnitude.masked_fill(masked, 0.0)
                 self._peaks[n] = max(self._peaks.get(n, 0.0), float(magnitude.max()))
+        if isinstance(result, torch.Tensor) and not (result.is_floating_point() or result.is_complex()):
+            self._record_integers(n, result)
         return result
+
+    def _record_integers(self, node: Node, result: torch.Tensor) -> None:
+        if result.numel() and result.dtype != torch.bool:
+            low, high = torch.aminmax(result)
+            self._peaks[node] = max(self._peaks.get(node, 0.0), abs(float(low)), abs(float(high)))
 
     def _may_mask(self, node: Node) -> bool:
         """Whether a number that stands for infinity was given to ``node``, and none was computed for it."""

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from ._cleanup import CAST_OPS, dtype_of
 from ._numbers import fits_scalar
 
 _aten = torch.ops.aten
@@ -52,6 +53,8 @@ _CALLING_OPS: Final = frozenset(
 #: Products and quotients: a factor among the subnormal numbers loses digits that the result needs.
 _PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide", "mul_", "div_"})
 
+#: Operators beyond the pointwise ones that turn integer operands into floats.
+_PROMOTING_NAMES: Final = frozenset({"cat", "stack", "sum", "mean", "prod", "cumsum", "cumprod"})
 
 #: Operators whose result holds elements of their first argument and nothing else.
 MOVES: Final = (
@@ -90,6 +93,21 @@ def lacks_16_bit_kernel(node: Node) -> bool:
 def keeps_magnitude(node: Node) -> bool:
     """Tell whether the result of the operator reaches as far as its arguments do."""
     return isinstance(node.target, OpOverload) and op_name(node) in _KEEPS_MAGNITUDE
+
+
+def promoted_integers(node: Node) -> list[Node]:
+    """Return the integer tensors that an operator on floats, or a cast to them, turns into floats; no indices."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    promotes = node.target in CAST_OPS or op_name(node) in _PROMOTING_NAMES
+    if not promotes and torch.Tag.pointwise not in node.target.tags:
+        return []
+    dtypes = {source: dtype_of(source) for source in node.all_input_nodes}
+    return [
+        source
+        for source, dtype in dtypes.items()
+        if dtype is not None and not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    ]
 
 
 def is_creation(node: Node) -> bool:
@@ -161,6 +179,18 @@ def written_arguments(node: Node) -> list[Node]:
         for argument, value in bound_arguments(node)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
     ]
+
+
+def written_in_place(graph: Graph) -> set[Node]:
+    """Return the tensors that are written to in a graph that is not functional, and what they are views of."""
+    written: set[Node] = set()
+    for node in graph.nodes:
+        for argument in written_arguments(node):
+            source: Any = argument
+            while isinstance(source, Node) and source not in written:
+                written.add(source)
+                source = source.args[0] if source.args else None
+    return written
 
 
 def unsuitable_scalar(node: Node, dtype: torch.dtype) -> str | None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ._index_ops import index_bounds
 from ._intervals import Interval, dtype_interval
-from ._operators import bound_arguments, called_graphs, op_name, reinterprets_bits, written_arguments
+from ._operators import bound_arguments, called_graphs, op_name, reinterprets_bits, written_in_place
 from ._program import static_inputs
 from ._range_rules import RULES
 
@@ -42,7 +42,8 @@ class RangeAnalysis:
             bounds = _bounds_of(tensor)
             if bounds is not None:
                 self._known[node] = bounds
-        self._unbounded = _written_in_place(program.graph)
+        self._written = written_in_place(program.graph)
+        self._unbounded = set(self._written)
         for name in program.graph_signature.buffers_to_mutate:
             self._forget_written(program, name)
         self._run(program.graph)
@@ -93,7 +94,8 @@ class RangeAnalysis:
         for node, bound in _index_limits(graph, self):
             self._limits[node] = self._limits[node].meet(bound) if node in self._limits else bound
         for node in graph.nodes:
-            computed, limit = self._bounds(node), self._limits.get(node)
+            # A limit holds where the value is declared or used as an index, not after a write in place.
+            computed, limit = self._bounds(node), None if node in self._written else self._limits.get(node)
             bounds = computed.meet(limit) if computed is not None and limit is not None else computed or limit
             if bounds is not None:
                 self._known[node] = bounds
@@ -144,18 +146,6 @@ class RangeAnalysis:
                 if bounds is not None:
                     self._known[inner] = bounds
             self._run(module.graph)
-
-
-def _written_in_place(graph: Graph) -> set[Node]:
-    """Return the tensors that are written to in a graph that is not functional, and what they are views of."""
-    written: set[Node] = set()
-    for node in graph.nodes:
-        for argument in written_arguments(node):
-            source: Any = argument
-            while isinstance(source, Node) and source not in written:
-                written.add(source)
-                source = source.args[0] if source.args else None
-    return written
 
 
 def named_arguments(node: Node) -> dict[str, Any]:

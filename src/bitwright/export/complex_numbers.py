@@ -17,6 +17,7 @@ from .constants import add_constant, compute_beforehand, remove_constant
 from .decomposing import decomposed
 from .graph_edits import argument, call, replace
 from .lacking import composed
+from .short_time import SHORT_TIME
 
 __all__ = ["calls_on_complex_numbers", "complex_nodes", "without_complex_numbers"]
 
@@ -99,7 +100,7 @@ def _in_primitives(program: ExportedProgram) -> ExportedProgram:
     known: set[Any] = set()
     while made := {node.target for node in calls_on_complex_numbers(program) if _is_made(node.target)} - known:
         known |= made
-        program = decomposed(program, {op: composed(op) for op in made})
+        program = decomposed(program, {op: SHORT_TIME.get(op) or composed(op) for op in made})
     return program
 
 

@@ -41,6 +41,7 @@ from .extras import require
 from .graph_edits import erase_with_what_it_reads, half_result, widen
 from .lacking import LACKING
 from .lacking_basics import LACKING_BASICS
+from .lost_sizes import sizes_kept
 from .numbers_alone import fill_with_tensors, give_numbers_a_dimension
 from .pool_places import spell_out_places
 from .repeated_calls import merge_repeated_calls
@@ -137,23 +138,10 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """The program in the operators that coreai-torch translates.
 
     Raises:
-        ConversionError: it does not translate all of them.
+        ConversionError: it does not translate all of them, or not for all sizes.
     """
-    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
-    drop_constants(program)
-    remove_unread_sparse_states(program)
-    fill_with_tensors(program.graph)
-    program = without_complex_numbers(program) or program
-    spell_out_experts(program.graph_module)
-    spell_out_split_experts(program.graph_module)
-    spell_out_dynamic_sorts(program.graph_module)
-    table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
-    with converting("torch.export"):
-        program = decomposed(program, table)
-    with contextlib.suppress(Exception):  # of PyTorch's decompositions, some of which fail: the operators are lacking
-        while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
-            table |= more
-            program = decomposed(program, table)
+    with sizes_kept(program, "coreai-torch"):
+        program = _in_known_operators(program)
     for assertion in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         erase_with_what_it_reads(assertion)  # coreai-torch leaves what it reads, such as places in memory
     spell_out_places(program.graph_module)
@@ -178,6 +166,27 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     keep_products_apart(program.graph)
     unsqueeze_views(program.graph)
     program.graph_module.recompile()
+    return program
+
+
+def _in_known_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program without operators that coreai-torch lacks, as far as they can be written with others."""
+    coreai_torch = require("coreai_torch", "coreai", "Export to Core AI")
+    drop_constants(program)
+    remove_unread_sparse_states(program)
+    fill_with_tensors(program.graph)
+    with converting("torch.export"):
+        program = without_complex_numbers(program) or program
+    spell_out_experts(program.graph_module)
+    spell_out_split_experts(program.graph_module)
+    spell_out_dynamic_sorts(program.graph_module)
+    table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
+    with converting("torch.export"):
+        program = decomposed(program, table)
+    with contextlib.suppress(Exception):  # of PyTorch's decompositions, some of which fail: the operators are lacking
+        while more := {op: made for op, made in _decompositions(_lacking(program)) if op not in table}:
+            table |= more
+            program = decomposed(program, table)
     return program
 
 

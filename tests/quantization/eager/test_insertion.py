@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError, UnplannedCallWarning
+from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError, TraceError, UnplannedCallWarning
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, default_activation_quantization_spec
@@ -709,3 +709,59 @@ def test_module_boundary_specs_apply_to_the_tensor_that_crosses():
     prepared = Quantizer(Outer(), config).prepare((torch.randn(2, 4),))
     found = {n: m.dtype for n, m in prepared.named_modules() if isinstance(m, FakeQuantizeImplBase)}
     assert found == {"inner.sigmoid_quantize_input": torch.int4, "inner.add_quantize_other": torch.int8}
+
+
+class Padded(nn.Module):
+    """Torch's encoder, which makes nested tensors of padded inputs, or the whole transformer around one."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        whole = nn.Transformer(8, 2, 2, 1, 16, dropout=0.0, batch_first=True)
+        self.inner = whole if kind is nn.Transformer else whole.encoder
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.inner, nn.Transformer):
+            y = self.inner(x, x.flip(1), src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        else:
+            y = self.inner(x, src_key_padding_mask=padding)
+        return self.head(y * 2)
+
+
+PADDING = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoder, nn.Transformer])
+def test_encoders_take_padding(kind):
+    """Simulators of activations take no nested tensors: the encoder makes none, and is right where nothing is padded.
+
+    The decoder does not look at what is padded.
+    """
+    torch.manual_seed(0)
+    model = Padded(kind).eval()
+    inputs = torch.randn(2, 5, 8), PADDING
+    seen = ~PADDING if kind is nn.TransformerEncoder else ...
+    with torch.no_grad():
+        expected = model(*inputs)
+        prepared = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare(inputs)
+        assert simulator_names(prepared.inner)
+        assert sqnr(expected[seen], prepared(*inputs)[seen]) > 20
+
+
+def test_encoders_without_simulators_of_activations_keep_their_way():
+    """Zeros at padded places stay where weights alone are quantized, and the encoder is what it was when that fails."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    inputs = torch.randn(2, 5, 8)
+    prepared = Quantizer(copy.deepcopy(encoder), QuantizerConfig.presets.w8(execution_mode="eager")).prepare((inputs,))
+    with torch.no_grad():
+        assert not prepared(inputs, src_key_padding_mask=PADDING)[PADDING].any()
+
+    def fail(*_: object) -> None:
+        if any(isinstance(module, FakeQuantizeImplBase) for module in encoder.modules()):
+            raise RuntimeError("once there are simulators")
+
+    handle = encoder.register_forward_pre_hook(fail)
+    with pytest.raises(TraceError, match="once there are simulators"):
+        Quantizer(encoder, QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare((inputs,))
+    handle.remove()
+    assert encoder.use_nested_tensor

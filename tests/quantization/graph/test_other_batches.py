@@ -145,3 +145,33 @@ def test_inputs_of_two_batch_sizes_are_refused() -> None:
         prepared(batch(3), batch(5))
     with pytest.raises(ValueError, match="Input 'x' has shape"):
         prepared(batch(2)[:, :4], batch(2))
+
+
+@pytest.mark.parametrize("granularity", ["per_block", "per_channel"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_scales_for_other_sizes_are_refused_by_name(mode, granularity):
+    """Static scales of activations, one for each row and token, fit no other sizes, and the error says which."""
+    how = {"type": "per_block", "axis": -1, "block_size": 4} if granularity == "per_block" else {
+        "type": "per_channel", "axis": 1,
+    }  # fmt: skip
+    activation = {"dtype": "int8", "granularity": how}
+
+    def prepared(**more):
+        entry = {"op_input_spec": {"*": {**activation, **more}}, "op_output_spec": None}
+        config = {"quantization_config": {"global_config": entry, "execution_mode": mode}}
+        quantizer = Quantizer(nn.Sequential(nn.Linear(8, 8)).eval(), QuantizerConfig.from_dict(config))
+        sizes = {"dynamic_shapes": ({0: torch.export.Dim("b", max=8), 1: torch.export.Dim("t", max=8)},)}
+        model = quantizer.prepare((torch.randn(2, 6, 8),), **(sizes if mode == "graph" else {}))
+        with quantizer.calibration_mode():
+            model(torch.randn(2, 6, 8))
+        return model
+
+    model = prepared()
+    with torch.no_grad():
+        assert model(torch.randn(2, 6, 8)).shape == (2, 6, 8)
+        for x in (torch.randn(1, 4, 8), torch.randn(4, 1, 8).transpose(0, 1), torch.randn(1, 4, 8, requires_grad=True)):
+            with pytest.raises(
+                ValueError, match=r"'.*linear.*input.*' has a scale of shape .*'dynamic', or per_tensor"
+            ):
+                model(x)
+        assert prepared(qparam_calculator_cls="dynamic")(torch.randn(1, 4, 8)).shape == (1, 4, 8)

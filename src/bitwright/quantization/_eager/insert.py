@@ -28,6 +28,8 @@ __all__ = ["Insertion"]
 
 # Which function a layer's kernel for inference would have to apply, 0 where it has none. Nothing else reads it.
 _FAST_PATH = "activation_relu_or_gelu"
+# Whether an encoder makes a nested tensor of a padded input.
+_NESTED = "use_nested_tensor"
 
 
 class Insertion:
@@ -176,15 +178,27 @@ class Insertion:
         """Have torch's encoder layers call what is in them: their kernel for inference computes all of it at once.
 
         They leave it out while a function mode is in force, but not under ``torch.compile``, nor where only modules in
-        them have simulators.
+        them have simulators. Encoders make nested tensors of padded inputs for that kernel, which no simulator takes.
         """
         watched = [*self._tables, *self._scopes]
+        activations = (placement for _, placement in self.simulators if placement.state is None)
+        simulated = [site.op.module_path for placement in activations for site in placement.sites]
         for path, module in self._modules.items():
-            if not isinstance(module, nn.TransformerEncoderLayer) or not hasattr(module, _FAST_PATH):
-                continue
-            if any(inner == path or not path or inner.startswith(f"{path}.") for inner in watched):
-                self._undo.append(partial(setattr, module, _FAST_PATH, getattr(module, _FAST_PATH)))
-                setattr(module, _FAST_PATH, 0)
+            if isinstance(module, nn.TransformerEncoderLayer) and _is_at_or_above(path, watched):
+                self._set(module, _FAST_PATH, 0)
+            if isinstance(module, nn.TransformerEncoder) and _is_at_or_above(path, simulated):
+                self._set(module, _NESTED, False)
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give an attribute another value, if the module has it."""
+        if hasattr(module, name):
+            self._undo.append(partial(setattr, module, name, getattr(module, name)))
+            setattr(module, name, value)
+
+
+def _is_at_or_above(path: str, others: Iterable[str]) -> bool:
+    """Whether a module is one of some others, or holds one."""
+    return any(inner == path or not path or inner.startswith(f"{path}.") for inner in others)
 
 
 def _build(placement: Placement) -> FakeQuantizeImplBase:

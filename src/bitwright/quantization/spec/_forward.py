@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -152,6 +153,7 @@ class FakeQuantizeForward(SwitchedModule):
                 qparams = self._observe(tensor, calculator)
         elif self._fake_quant_on and (tracing or tensor.numel()):
             qparams = self._stored(calculator)
+            self._refuse_other_blocks(tensor.shape, qparams[0])
         if qparams is None or not self._fake_quant_on:
             return tensor
         if stateful and not tracing and not self._observer_on:
@@ -346,6 +348,24 @@ class FakeQuantizeForward(SwitchedModule):
                 "prepare or a calibration batch through it, load a calibrated state_dict, or turn its observer on."
             )
         return qparams
+
+    def _refuse_other_blocks(self, shape: torch.Size, scale: torch.Tensor) -> None:
+        """Refuse a tensor with more or fewer blocks than the stored parameters are for.
+
+        Raises:
+            ValueError: there is neither one scale nor one per block, which classes of Bitwright's own need.
+        """
+        if scale.numel() == 1 or not self._is_fused():
+            return
+        sizes = zip(shape, self._block_size(shape), strict=True)
+        counts = tuple(1 if size == block else size // block for size, block in sizes)
+        if scale.numel() != math.prod(counts):
+            raise ValueError(
+                f"The quantizer of {self.tensor_fqn!r} has a scale of shape {tuple(scale.shape)}, which does not fit "
+                f"the {counts} blocks of a tensor of shape {tuple(shape)}. Static scales per block or channel hold for "
+                "the sizes of calibration alone, since they are one for each row of the batch and each token too where "
+                "the blocks have such a dimension: use qparam_calculator_cls='dynamic', or per_tensor."
+            )
 
     def _current_grid(self) -> Grid:
         grid = self._grid
