@@ -169,6 +169,32 @@ def test_plans_say_what_a_target_lacks(mode):
     assert len(check_plan(plan, "gguf")) == len([row for row in plan if row.kind == "activation" and row.spec])
 
 
+@pytest.mark.parametrize(("n_bits", "is_dense"), [(4, False), (8, True)])
+@pytest.mark.parametrize("shared", [{"granularity": PerGroupedChannelGranularity(axis=0, group_size=32)},
+                                    {"enable_per_channel_scale": True}])  # fmt: skip
+def test_plans_tell_of_masks_that_core_ai_has_no_palettes_for(n_bits, is_dense, shared):
+    """Where all 256 values of a table may be in use, none is left for what was pruned."""
+    specs = (PruningSpec(target_sparsity=0.5), PalettizationSpec(n_bits=n_bits, **shared))
+    plan = _planned("weight", specs, nn.Linear(64, 64).eval(), torch.zeros(1, 64))
+    told = [(problem.severity, problem.message) for problem in check_plan(plan, "coreai")]
+    reason = "Core AI stores it dense: a mask beside tables of 256 values, which leave none for zero."
+    assert told == [(Severity.WARNING, reason)] * is_dense
+
+
+def test_reasons_name_nothing_of_the_samples():
+    """They are asked of small weights without a name."""
+    for label, shape, target in (("float8_e4m3fn", (64, 64), "coreml"), ("int4", (32, 8), "gguf")):
+        granularity = PerChannelGranularity(axis=0) if target == "coreml" else blocks(4)
+        layer = nn.Linear(*shape).eval()
+        plan = _planned(
+            "weight", (QuantizationSpec(dtype=label, granularity=granularity),), layer, torch.zeros(1, shape[0])
+        )
+        (problem,) = check_plan(plan, target)
+        assert "'" not in problem.message
+        assert "shape" not in problem.message
+    assert "blocks of (1, 4) are not multiples of 32 along the last axis" in problem.message
+
+
 @pytest.mark.parametrize("target", ["onnx", "executorch", "coreai", "coreml"])
 def test_searches_at_run_time_are_refused(target):
     """Files compute dynamic ranges as extremes, not by a search."""

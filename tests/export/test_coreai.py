@@ -31,6 +31,7 @@ from .models import (
     Tied,
     blocks,
     built,
+    grouped,
     palettized,
     prepared,
     pruned,
@@ -208,10 +209,38 @@ def test_pruned_and_compressed(name):
     final = compressor.finalize(backend="coreai")
     assert torch.equal(final(x), expected)
     program, exported = converted(final, (x,))
-    if name not in ("int4 asymmetric", "int8 minval"):
+    if name == "grouped palette":
+        assert coreai_ops(exported)["lut_to_dense"] == 3
+    elif name not in ("int4 asymmetric", "int8 minval"):
         assert coreai_ops(exported)["sparse_to_dense"] == 3
     (found,), _ = run(program, (x,))
     assert sqnr(expected, found) > 120
+
+
+SEVERAL_TABLES = {
+    "groups": {"n_bits": 4, "granularity": grouped(32)},
+    "groups of columns": {"n_bits": 2, "granularity": grouped(32, axis=1)},
+    "channel scale": {"n_bits": 4, "enable_per_channel_scale": True},
+    "int8 tables": {"n_bits": 3, "granularity": grouped(32), "lut_qspec": QuantizationSpec(dtype="int8")},
+    "all values in use": {"n_bits": 8, "granularity": grouped(64)},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_TABLES)
+def test_pruned_weights_with_several_tables(name):
+    """What was pruned selects a zero of its table, where the table has a place for one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(128, 128)).eval(), torch.randn(4, 128)
+    palettizer, ready = pruned_and_compressed(model, x, SEVERAL_TABLES[name])
+    expected = ready(x).detach()
+    final = palettizer.finalize(backend="coreai")
+    assert torch.equal(final(x), expected)
+    program, exported = converted(final, (x,))
+    (found,), size = run(program, (x,))
+    assert sqnr(expected, found) > 120
+    is_dense = name == "all values in use"
+    assert coreai_ops(exported)["sparse_to_dense" if is_dense else "lut_to_dense"] == 1
+    assert size < 0.3 * 4 * 128 * 128 or is_dense
 
 
 def test_pruned(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 pytest.importorskip("coreai_torch")
 
@@ -56,3 +57,58 @@ def test_recurrent_layers(options, kind, dtype, tmp_path):
     with torch.no_grad():
         expected = ready(x)
     assert sqnr(expected.float(), run_coreai(path, (x,))[0].float()) > (110 if dtype == torch.float32 else 50)
+
+
+class Mixed(nn.Module):
+    """Products of rows that lie in memory in another order, with a matrix for all of a batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(64, 192)), nn.Parameter(torch.randn(192))
+        self.function, self.last = function, nn.Linear(192, 8)
+
+    def forward(self, x):
+        return self.last(self.function(x.transpose(0, 1), self.weight, self.bias))
+
+
+MATRICES = {
+    "linear": lambda x, w, b: F.linear(x, w.t(), b),
+    "product": lambda x, w, b: x @ w + b,
+    "pictures": lambda x, w, b: (x.unsqueeze(0).transpose(0, 2) @ w).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MATRICES)
+def test_one_matrix_for_a_batch(name, dynamic, tmp_path):
+    """It is stored once, not once for each element of the batch, which may be of any size."""
+    torch.manual_seed(0)
+    model, x = Mixed(MATRICES[name]).eval(), torch.randn(3, 5, 64)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,))
+    shapes = ({0: torch.export.Dim("batch", max=9), 1: torch.export.Dim("rows", max=9)},) if dynamic else None
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", dynamic_shapes=shapes)
+    assert sum(file.stat().st_size for file in path.rglob("*")) < 4 * 64 * 192 + AROUND
+    for values in (x, torch.randn(4, 7, 64))[: 1 + dynamic]:
+        assert sqnr(ready(values), run_coreai(path, (values,))[0]) > 100
+
+
+class Attending(nn.Module):
+    """Attention of a sequence to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_attention_of_short_sequences(tmp_path):
+    """The joint projection of a layer that is left out is stored once."""
+    torch.manual_seed(0)
+    model, x = Attending().eval(), torch.randn(2, 5, 64)
+    config = QuantizerConfig.presets.w8(execution_mode="eager").without("attention")
+    ready = Quantizer(model, config).prepare((x,))
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel")
+    assert sum(file.stat().st_size for file in path.rglob("*")) < 4 * 64 * 256 + AROUND
+    assert sqnr(ready(x), run_coreai(path, (x,))[0]) > 100

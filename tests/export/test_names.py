@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bitwright import ExportBackend
 from bitwright.export.capabilities import check_plan
@@ -166,6 +167,55 @@ def test_core_ml_operators_of_ours_compute_what_torch_does():
     )  # fmt: skip
     values = [op.y.val for op in program.functions["main"].operations if op.op_type == "add" and op.y.val is not None]
     assert any(value.shape == (4, 8) and (abs(value - model.expected().numpy()) < 1e-5).all() for value in values)
+
+
+TRANSPOSED = {
+    "output padding alone": nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1),
+    "more than the padding": nn.ConvTranspose2d(4, 6, 3, stride=3, padding=1, output_padding=2),
+    "in one dimension": nn.ConvTranspose2d(4, 6, 3, stride=(2, 3), padding=(1, 0), output_padding=(0, 2), groups=2),
+    "dilated": nn.ConvTranspose1d(4, 6, 2, dilation=3, output_padding=2, bias=False),
+    "volumes": nn.ConvTranspose3d(4, 6, 3, stride=2, padding=1, output_padding=1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_core_ml_transposed_convolutions(name):
+    """The operators that are written, computed with PyTorch's, are the layer."""
+    converters = pytest.importorskip("coremltools")
+    from bitwright.export.coreml_ops import register_missing_ops
+
+    register_missing_ops()
+    torch.manual_seed(0)
+    layer = TRANSPOSED[name].eval()
+    rank = layer.weight.ndim - 2
+    x = torch.randn(2, 4, *(5, 4, 3)[:rank])
+    program = converters.convert(
+        torch.jit.trace(layer, (x,)), inputs=[converters.TensorType(shape=tuple(x.shape))], convert_to="milinternal",
+        compute_precision=converters.precision.FLOAT32, minimum_deployment_target=converters.target.iOS18,
+    )  # fmt: skip
+    (function,) = program.functions.values()
+    y = x
+    for op in function.operations:
+        value = {key: var.val for key, var in op.inputs.items() if var is not None and hasattr(var, "val")}
+        if op.op_type == "pad":
+            sides = [int(side) for side in value["pad"]]
+            y = F.pad(y, [side for at in range(len(sides) - 2, -1, -2) for side in sides[at : at + 2]])
+        elif op.op_type == "conv_transpose":
+            assert value["pad_type"] == "valid"
+            turned = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+            bias = value.get("bias")
+            y = turned(
+                y, torch.tensor(value["weight"]), None if bias is None else torch.tensor(bias),
+                stride=value["strides"].tolist(), groups=int(value["groups"]), dilation=value["dilations"].tolist(),
+            )  # fmt: skip
+        elif op.op_type == "slice_by_index":
+            masks = zip(value["begin"], value["begin_mask"], value["end"], value["end_mask"], strict=True)
+            y = y[tuple(slice(None if all_ else int(b), None if rest else int(e)) for b, all_, e, rest in masks)]
+        else:
+            assert op.op_type == "const"
+    (output,) = function.outputs
+    assert tuple(output.shape) == tuple(y.shape)
+    torch.testing.assert_close(y, layer(x))
 
 
 class Tied(nn.Module):

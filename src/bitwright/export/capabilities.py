@@ -175,16 +175,19 @@ def _onnx_weight(tensor: CompressedTensor[Any]) -> Support:
 
 
 def _coreai_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
-    from .coreai_weights import unsupported_weight
+    from .coreai_weights import dense_weight, unsupported_weight
 
     problem = unsupported_weight(tensor)
-    return Support(Form.PACKED) if problem is None else Support(Form.REFUSED, problem)
+    if problem is not None:
+        return Support(Form.REFUSED, problem)
+    dense = dense_weight(tensor)
+    return Support(Form.PACKED) if dense is None else Support(Form.DENSE, dense)
 
 
 def _coreml_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
     from .coreml_weights import check_weight
 
-    return _unless(check_weight, tensor, "the weight")
+    return _unless(check_weight, tensor)
 
 
 def _executorch_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
@@ -240,7 +243,7 @@ def _coreai_activation(simulator: FakeQuantizeImplBase) -> Support:
 
     if simulator.is_stateless:
         return Support(Form.REFUSED, "its parameters would have to be computed at run time")
-    return _unless(lambda entry, _: validate_activation_export_supported(entry), simulator, "the activation")
+    return _unless(validate_activation_export_supported, simulator)
 
 
 def _coreml_activation(simulator: FakeQuantizeImplBase) -> Support:
@@ -248,7 +251,7 @@ def _coreml_activation(simulator: FakeQuantizeImplBase) -> Support:
 
     if simulator.is_stateless:
         return Support(Form.REFUSED, "its parameters would have to be computed at run time")
-    return _unless(check_activation_form, simulator, "the activation")
+    return _unless(check_activation_form, simulator)
 
 
 def _executorch_activation(simulator: FakeQuantizeImplBase) -> Support:
@@ -268,10 +271,10 @@ _ACTIVATIONS = {
 }
 
 
-def _unless(check: Any, subject: Any, name: str) -> Support:
+def _unless(check: Any, subject: Any) -> Support:
     """PACKED if a check passes, REFUSED with its message if it raises."""
     try:
-        check(subject, name)
+        check(subject)
     except ValueError as error:
         return Support(Form.REFUSED, str(error).rstrip("."))
     return Support(Form.PACKED)

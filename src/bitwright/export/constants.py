@@ -20,6 +20,7 @@ from .signatures import written_tensors
 __all__ = [
     "add_constant",
     "compute_beforehand",
+    "fixed_states",
     "primitives",
     "remove_constant",
     "remove_unread_sparse_states",
@@ -66,21 +67,27 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def _fixed(program: ExportedProgram, meaning: Callable[[fx.Node], Any]) -> dict[fx.Node, torch.Tensor | None]:
-    """Nodes that give the same tensors whenever the program is called, with the tensors of those that are states."""
+def fixed_states(program: ExportedProgram) -> dict[fx.Node, torch.Tensor]:
+    """Return the states of a program that nothing writes to, with their tensors."""
     signature, states = program.graph_signature, {**program.state_dict, **program.constants}
     mutable = {*signature.user_inputs, *(node.name for node in written_tensors(program.graph))}
     names = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT}
-    fixed: dict[fx.Node, torch.Tensor | None] = {}
+    fixed: dict[fx.Node, torch.Tensor] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = names.get(node.name)
+        if node.name not in mutable and name in states and name not in signature.buffers_to_mutate.values():
+            fixed[node] = states[name]
+    return fixed
+
+
+def _fixed(program: ExportedProgram, meaning: Callable[[fx.Node], Any]) -> dict[fx.Node, torch.Tensor | None]:
+    """Nodes that give the same tensors whenever the program is called, with the tensors of those that are states."""
+    mutable = {node.name for node in written_tensors(program.graph)}
+    fixed: dict[fx.Node, torch.Tensor | None] = {**fixed_states(program)}
     for node in program.graph.nodes:
-        if node.name in mutable:
-            continue
-        if node.op == "placeholder":
-            name = names.get(node.name)
-            if name in states and name not in signature.buffers_to_mutate.values():
-                fixed[node] = states[name]
-        elif (
+        if (
             node.op == "call_function"
+            and node.name not in mutable
             and all(source in fixed for source in node.all_input_nodes)
             and (repeats(node) or meaning(node) is not None)
         ):

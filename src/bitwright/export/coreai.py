@@ -31,7 +31,7 @@ from .conversion import (
 from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
-from .coreai_products import keep_products_apart
+from .coreai_products import keep_products_apart, lay_rows_in_order
 from .coreai_runtime import run_coreai
 from .coreai_views import unsqueeze_views
 from .decomposing import decomposed
@@ -180,6 +180,7 @@ def _in_known_operators(program: torch.export.ExportedProgram) -> torch.export.E
     spell_out_experts(program.graph_module)
     spell_out_split_experts(program.graph_module)
     spell_out_dynamic_sorts(program.graph_module)
+    lay_rows_in_order(program.graph)
     table: dict[Any, Any] = {**coreai_torch.get_decomp_table(), **NORMS_IN_ARITHMETIC, **RIGHT_IN_COREAI}
     with converting("torch.export"):
         program = decomposed(program, table)

@@ -1,4 +1,4 @@
-"""Products of matrices, kept apart from views that Core AI moves past them in one of two operands only."""
+"""Products of matrices: of rows where one matrix is for all, and apart from views that Core AI moves past them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false
 
 from .graph_edits import call
 
-__all__ = ["keep_products_apart"]
+__all__ = ["keep_products_apart", "lay_rows_in_order"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -22,6 +23,25 @@ _REDUCTIONS = (
 )
 _RIGHT = {_aten.mm.default: 1, _aten.bmm.default: 1, _aten.addmm.default: 2, _aten.baddbmm.default: 2}
 """Where products have their second operand."""
+
+
+def lay_rows_in_order(graph: fx.Graph) -> None:
+    """Copy batches of rows whose memory is in another order, where one matrix multiplies them all, in place.
+
+    PyTorch makes one product of rows that lie in order, and repeats the matrix for others. Core AI stores small results
+    of that, several times the weight.
+
+    Args:
+        graph: of a program before it is decomposed.
+    """
+    for op in (_aten.linear.default, _aten.matmul.default):
+        for node in graph.find_nodes(op="call_function", target=op):
+            x, matrix = node.args[:2]
+            value = x.meta["val"]
+            if value.dim() > 2 and matrix.meta["val"].dim() == 2 and not is_contiguous_or_false(value):
+                with graph.inserting_before(node):
+                    rows = call(graph, _aten.clone.default, x, memory_format=torch.contiguous_format)
+                node.update_arg(0, rows)
 
 
 def keep_products_apart(graph: fx.Graph) -> None:

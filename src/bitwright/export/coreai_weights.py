@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedTensor, QuantizedTensor
+from bitwright.artifact import CompressedTensor, DenseTensor, PalettizedLayout, PalettizedTensor, QuantizedTensor
 from bitwright.formats import encode, format_of
 
 from .extras import require
 
-__all__ = ["FP4_BLOCK", "container_of", "coreai_layers", "coreai_weight", "quantized_operands", "unsupported_weight"]
+__all__ = [
+    "FP4_BLOCK",
+    "container_of",
+    "coreai_layers",
+    "coreai_weight",
+    "dense_weight",
+    "quantized_operands",
+    "unsupported_weight",
+]
 
 FP4_BLOCK = 32
 
@@ -66,6 +74,16 @@ def unsupported_weight(tensor: CompressedTensor[Any]) -> str | None:
             f"its runtime decodes scales of FP4 weights from 2**{low} to 2**{high}, and this weight has others. "
             "Multiply it by a power of two in the float model, and divide what it computes"
         )
+    return None
+
+
+def dense_weight(tensor: CompressedTensor[Any]) -> str | None:
+    """Return why the kept entries of a pruned weight are stored as floats, or None if they are not."""
+    if isinstance(tensor, QuantizedTensor) and tensor.is_sparse and tensor.minval() is not None:
+        return "a mask with the 'minval' formulation"
+    if isinstance(tensor, PalettizedTensor) and tensor.is_sparse and not _has_one_table(tensor.layout):
+        full = tensor.layout.entries == 1 << _PALETTE_BITS[-1]
+        return "a mask beside tables of 256 values, which leave none for zero" if full else None
     return None
 
 
@@ -252,27 +270,57 @@ def _sparse(dense: torch.Tensor, mask: torch.Tensor | None, layers: Any) -> nn.M
 def _palettized(tensor: PalettizedTensor, layers: Any) -> nn.Module:
     layout, lut, mask = tensor.layout, tensor.lut, tensor.mask()
     if mask is not None:
-        if all(count == 1 for count in layout.groups) and layout.channel_axis is None:
+        if _has_one_table(layout):
             table = _padded(lut.decode(), layout.n_bits).reshape(1, -1, 1)
             return _SparsePalettized(tensor.stored_indices().reshape(-1), table, mask)
-        return _sparse(tensor.decode(), mask, layers)
-    common = {"indices": tensor.indices(), "vector_axis": layout.vector_axis}
-    factors = tensor.channel_scale()
-    if isinstance(lut, DenseTensor):
-        table = _padded(lut.decode(), layout.n_bits)
-        if factors is None:
-            return _wrapped(layers.PalettizeModule, lut=table, **common)
-        return _wrapped(layers.ScaledPalettizeModule, lut=table, scale=factors, **common)
-    if factors is not None and tensor.dtype != torch.float32:
+        with_zeros = _with_entries_of_zero(tensor, mask)
+        if with_zeros is None:
+            return _sparse(tensor.decode(), mask, layers)
+        return _float_palette(tensor, *with_zeros, layers)
+    if isinstance(lut, DenseTensor) or (layout.channel_axis is not None and tensor.dtype != torch.float32):
         # The simulator rounds table entries to half precision before it scales them.
-        return _wrapped(layers.ScaledPalettizeModule, lut=_padded(lut.decode(), layout.n_bits), scale=factors, **common)
-    return _quantized_palette(tensor, lut, factors, common, layers)
+        return _float_palette(tensor, tensor.indices(), lut.decode(), layers)
+    return _quantized_palette(tensor, lut, layers)
 
 
-def _quantized_palette(
-    tensor: PalettizedTensor, lut: QuantizedTensor, factors: torch.Tensor | None, common: dict[str, Any], layers: Any
-) -> nn.Module:
-    rank = len(tensor.shape)
+def _has_one_table(layout: PalettizedLayout) -> bool:
+    """Whether all entries select from the same values, without factors."""
+    return all(count == 1 for count in layout.groups) and layout.channel_axis is None
+
+
+def _with_entries_of_zero(tensor: PalettizedTensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Indices and decoded tables in which every dropped entry selects a zero of its table.
+
+    That is an entry which no kept one selects, or another one behind them; None where 256 others are in use.
+    """
+    layout, indices = tensor.layout, tensor.indices()
+    tables = tensor.lut.decode().reshape(-1, layout.entries)
+    number = torch.arange(len(tables), device=indices.device).reshape(layout.groups)
+    for dim, (size, count) in enumerate(zip(layout.index_shape, layout.groups, strict=True)):
+        number = number.repeat_interleave(size // count, dim)
+    may_be_zero = torch.ones_like(tables, dtype=torch.bool)
+    may_be_zero[number[mask], indices[mask].long()] = False
+    may_be_zero |= tables == 0
+    if not bool(may_be_zero.any(1).all()):
+        if layout.entries == 1 << _PALETTE_BITS[-1]:
+            return None
+        tables, may_be_zero = nn.functional.pad(tables, (0, 1)), nn.functional.pad(may_be_zero, (0, 1), value=True)
+    zero = may_be_zero.int().argmax(1)
+    tables = tables.scatter(1, zero[:, None], 0)
+    indices = torch.where(mask, indices, zero[number].to(indices.dtype))
+    return indices, tables.reshape(*layout.groups, -1, 1)
+
+
+def _float_palette(tensor: PalettizedTensor, indices: torch.Tensor, tables: torch.Tensor, layers: Any) -> nn.Module:
+    layout, factors = tensor.layout, tensor.channel_scale()
+    common = {"indices": indices, "lut": _padded(tables, layout.n_bits), "vector_axis": layout.vector_axis}
+    if factors is None:
+        return _wrapped(layers.PalettizeModule, **common)
+    return _wrapped(layers.ScaledPalettizeModule, scale=factors, **common)
+
+
+def _quantized_palette(tensor: PalettizedTensor, lut: QuantizedTensor, layers: Any) -> nn.Module:
+    rank, factors = len(tensor.shape), tensor.channel_scale()
     table, scale = _padded(lut.codes(), tensor.layout.n_bits), lut.scale().to(_exact_dtype(lut))
     scale = scale.reshape(scale.shape[:rank])
     zero_point = lut.zero_point()
@@ -285,17 +333,18 @@ def _quantized_palette(
     integer = lut.layout.number_format.kind == "int"
     palette = _wrapped(
         layers.ScaledPalettizeModule,
+        indices=tensor.indices(),
         lut=table,
+        vector_axis=tensor.layout.vector_axis,
         scale=scale,
         zero_point=zero_point,
         input_dtype=container_of(lut.layout.number_format.dtype) if integer else None,
-        **common,
     )
     return _rounded(palette, {"scale": scale}, tensor.dtype)
 
 
 def _padded(lut: torch.Tensor, n_bits: int) -> torch.Tensor:
     """Tables with the number of entries that Core AI's index types address; the last entry is repeated."""
-    entries = 1 << next(bits for bits in _PALETTE_BITS if bits >= n_bits)
+    entries = next(1 << bits for bits in _PALETTE_BITS if bits >= n_bits and 1 << bits >= lut.shape[-2])
     missing = entries - lut.shape[-2]
     return torch.cat([lut, lut[..., -1:, :].expand(*lut.shape[:-2], missing, lut.shape[-1])], -2) if missing else lut

@@ -33,13 +33,13 @@ def check_activation(simulator: FakeQuantizeImplBase, name: str) -> None:
     QuantizedActivation.from_simulator(simulator, name)
 
 
-def check_activation_form(simulator: FakeQuantizeImplBase, name: str) -> None:
+def check_activation_form(simulator: FakeQuantizeImplBase, name: str = "") -> None:
     """Check that Core ML can hold an activation, whatever its parameters are.
 
     Raises:
         CoreMLExportError: it cannot; the message names the activation and the reason.
     """
-    where = f"activation {name!r}"
+    where = f"activation {name!r}" if name else "this activation"
     if simulator.dtype not in _QUANTIZED_DTYPES:
         raise CoreMLExportError(
             f"CoreML export does not support {str(simulator.dtype).removeprefix('torch.')} for {where}; "

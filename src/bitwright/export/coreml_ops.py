@@ -1,10 +1,12 @@
-"""Operators of PyTorch that coremltools lacks, registered through its own registry."""
+"""Operators of PyTorch that coremltools lacks, or some of whose calls, registered through its own registry."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from typing import Any
+
+import numpy as np
 
 from .extras import require
 
@@ -13,11 +15,12 @@ __all__ = ["register_missing_ops"]
 
 @functools.cache
 def register_missing_ops() -> None:
-    """Register them once in a process; those that coremltools has by now are left alone."""
+    """Register them once in a process; operators that coremltools has by now are left alone."""
     mil = require("coremltools.converters.mil", "coreml", "Export to Core ML")
     for convert in (_alias, _diff, _new_ones):
         with contextlib.suppress(ValueError):  # it is there
             mil.register_torch_op(convert)
+    mil.register_torch_op(_convolution, override=True)
 
 
 def _alias(context: Any, node: Any) -> None:
@@ -26,6 +29,37 @@ def _alias(context: Any, node: Any) -> None:
     frontend = require("coremltools.converters.mil.frontend.torch.ops", "coreml", "Export to Core ML")
     (x,) = frontend._get_inputs(context, node, expected=1)
     context.add(mil.Builder.identity(x=x, name=node.name))
+
+
+def _convolution(context: Any, node: Any) -> None:
+    """``aten._convolution``: coremltools', but for transposed ones whose output ends behind what their input reaches.
+
+    coremltools crops the output by the padding, less the output padding. Where that is negative, or where it crops no
+    volumes, zeros behind the input carry the output further, and all of it that is too much is cut off.
+    """
+    mil = require("coremltools.converters.mil", "coreml", "Export to Core ML")
+    frontend = require("coremltools.converters.mil.frontend.torch.ops", "coreml", "Export to Core ML")
+    x, weight, bias, *numbers = frontend._get_inputs(context, node, min_expected=9)
+    rank = weight.rank - 2
+    sizes = (np.broadcast_to(numbers[place].val, rank) for place in (0, 1, 2, 4))
+    stride, padding, dilation, more = sizes
+    is_ours = (more > padding).any() or (rank == 3 and more.any())
+    if not numbers[3].val or not is_ours:
+        frontend._convolution(context, node)
+        return
+    x, weight = frontend.promote_input_dtypes([x, weight])
+    behind = -(-np.maximum(more - padding, 0) // stride)
+    if behind.any():
+        x = mil.Builder.pad(x=x, pad=np.stack([0 * behind, behind], 1).reshape(-1))
+    options = {} if bias is None else {"bias": bias}
+    y = mil.Builder.conv_transpose(
+        x=x, weight=weight, strides=stride, dilations=dilation, groups=numbers[5].val, pad_type="valid", **options
+    )
+    surplus = padding - more + behind * stride
+    ends, whole = [0, 0, *(-surplus)], [True, True, *(surplus == 0)]
+    begin, from_first = [0, 0, *padding], [True, True, *(padding == 0)]
+    y = mil.Builder.slice_by_index(x=y, begin=begin, end=ends, begin_mask=from_first, end_mask=whole, name=node.name)
+    context.add(y)
 
 
 def _diff(context: Any, node: Any) -> None:

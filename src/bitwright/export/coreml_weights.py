@@ -34,13 +34,13 @@ _PALETTE_ENTRIES = tuple(1 << bits for bits in (1, 2, 3, 4, 6, 8))
 NO_BFLOAT16 = "Core ML has no bfloat16: convert the model to float16 or float32 before it is prepared"
 
 
-def check_weight(tensor: CompressedTensor[Any], name: str) -> None:
+def check_weight(tensor: CompressedTensor[Any], name: str = "") -> None:
     """Check that Core ML can hold a weight.
 
     Raises:
         CoreMLExportError: it cannot; the message names the weight and the reason.
     """
-    where = f"weight {name!r}"
+    where = f"weight {name!r}" if name else "this weight"
     if tensor.dtype == torch.bfloat16:
         raise CoreMLExportError(f"CoreML export does not support {where}. {NO_BFLOAT16}.")
     if isinstance(tensor, QuantizedTensor):

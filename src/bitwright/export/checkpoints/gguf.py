@@ -142,7 +142,7 @@ def type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str
     layout = tensor.layout
     fits = layout.shape and layout.shape[-1] % BLOCK == 0 and layout.block_size[-1] % BLOCK == 0
     if not fits:
-        return "", f"blocks of {layout.block_size} in a tensor of shape {layout.shape} are not multiples of {BLOCK}"
+        return "", f"blocks of {tuple(layout.block_size)} are not multiples of {BLOCK} along the last axis"
     if layout.format == _FP4:
         if layout.scale_dtype != "float8_e8m0fnu":
             return "", "FP4 needs power-of-two scales"

@@ -39,6 +39,7 @@ from bitwright.export.signatures import drop_constants, only_tensors
 from bitwright.export.sorts import spell_out_sorts
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
+from .constants import constants_for_each_use
 from .graph import (
     batches_for_products,
     dequantize_for_each_reader,
@@ -158,7 +159,9 @@ def _program(
     dequantize_in_floats(program.graph_module)
     lower_dynamic_activations(program, activations.dynamic)
     reshape_behind_attention(program.graph_module)
-    return program, multiply_by_codes(program)
+    by_codes = multiply_by_codes(program)
+    constants_for_each_use(program)
+    return program, by_codes
 
 
 def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
