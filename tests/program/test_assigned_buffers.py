@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright.errors import BitwrightWarning
 from bitwright.export.conversion import captured
+from bitwright.program.assigned_buffers import assignments_written
 from bitwright.program.graph import capture_graph
 from bitwright.quantization import Quantizer, QuantizerConfig
 
@@ -99,6 +100,28 @@ def test_states_that_grow_are_told(persistent):
             warnings.simplefilter("error", BitwrightWarning)
             capture_graph(model, (x,))
     assert model[1].level.shape == (8,)
+
+
+def test_a_call_that_failed_leaves_nothing_for_the_next_one():
+    """A capture may be tried again; what the first one assigned to, by then, is another tensor."""
+
+    class Failing(Level):
+        def forward(self, x):
+            y = super().forward(x)
+            if x.shape[0] == 1:
+                raise ValueError("one row")
+            return y
+
+    model, (x, *_) = nn.Sequential(Failing()), batches()
+    first, state = model[0].level, torch.ones(8)
+    with assignments_written(model):
+        with pytest.raises(ValueError, match="one row"):
+            model(x[:1])
+        model[0]._buffers["level"] = state  # as torch.export puts others there
+        model(x)
+    assert model[0].level is state
+    assert torch.equal(first, torch.ones(8))
+    torch.testing.assert_close(state, 0.9 + 0.1 * x.abs().mean(0))
 
 
 def test_dynamic_sizes_stay_dynamic():

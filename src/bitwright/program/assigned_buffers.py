@@ -42,6 +42,9 @@ def assignments_written(model: nn.Module) -> Iterator[None]:
         if id(module) in paths and before is not None and buffer is not before:
             assigned.setdefault((id(module), name), before)
 
+    def begin(*_: Any) -> None:
+        assigned.clear()  # a call that failed, as one capture may before another is tried, leaves its tensors there
+
     def finish(_: nn.Module, args: Any, result: Any) -> Any:
         for (owner, name), before in assigned.items():
             buffers = modules[owner]._buffers
@@ -60,7 +63,11 @@ def assignments_written(model: nn.Module) -> Iterator[None]:
         assigned.clear()
         return result
 
-    handles = register_module_buffer_registration_hook(note), model.register_forward_hook(finish)
+    handles = (
+        register_module_buffer_registration_hook(note),
+        model.register_forward_pre_hook(begin),
+        model.register_forward_hook(finish),
+    )
     try:
         yield
     finally:
