@@ -261,6 +261,43 @@ def test_calls_are_known_by_their_place_in_the_code(path):
     assert float(observed.running_max) == pytest.approx(float(expected.max()), rel=2e-2)
 
 
+class WithAuxiliary(nn.Module):
+    """Multiplies something else where it has a factor, before the product that is there always."""
+
+    factor = None
+
+    def forward(self, x):
+        auxiliary = None if self.factor is None else x * self.factor
+        result = (x + 1) * 2
+        return result if auxiliary is None else (result, auxiliary)
+
+
+@pytest.mark.parametrize("ranges", ["minmax", "mse", "histogram"])
+@pytest.mark.parametrize("calculator", ["default", "accumulated", "moving_average", "lsq"])
+@pytest.mark.parametrize("factor", [1000.0, float("nan")])
+def test_what_a_call_taken_for_another_showed_is_forgotten(calculator, ranges, factor):
+    """The planned product's simulators hold what they would hold without the other call before it."""
+    torch.manual_seed(0)
+    spec = {"dtype": torch.int8, "qparam_calculator_cls": calculator, "range_calculator_cls": ranges}
+    config = QuantizerConfig(
+        execution_mode="eager",
+        global_config={"op_input_spec": {"*": spec}, "op_output_spec": {"*": spec}, "op_state_spec": None},
+    )
+    batches, held = [torch.rand(8, 4) for _ in range(3)], []
+    for auxiliary in (factor, None):
+        quantizer = Quantizer(WithAuxiliary(), config)
+        prepared = quantizer.prepare((batches[0],))
+        prepared.factor = auxiliary
+        with quantizer.training_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnplannedCallWarning)
+            for batch in batches:
+                prepared(batch)
+        held.append({name: value for name, value in prepared.state_dict().items() if "mul" in name})
+    assert held[0].keys() == held[1].keys()
+    for name, value in held[0].items():
+        assert torch.equal(value, held[1][name]), name
+
+
 class Grid(nn.Module):
     """Keeps a table until the size of its inputs is another one; one layer, and calls like those of the table."""
 

@@ -37,6 +37,7 @@ from bitwright.program.aten_names import is_in_place
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .bookkeeping import QUESTIONS, Bookkeeping
+from .guesses import BeforeGuess
 from .recompute import checkpoint_here, repeat_with
 
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
@@ -114,7 +115,7 @@ class CallTable:
 
 
 class _Frame:
-    __slots__ = ("apart", "certain", "checkpoint", "counts", "guessed", "module", "records", "table")
+    __slots__ = ("apart", "before", "certain", "checkpoint", "counts", "guessed", "module", "records", "table")
 
     def __init__(
         self,
@@ -129,6 +130,8 @@ class _Frame:
         self.certain: dict[str, int] = dict(certain or {})
         #: Where the calls stand that may be others than the planned ones whose numbers they have.
         self.guessed: dict[tuple[str, int], tuple[str, int]] = {}
+        #: What the simulators of those calls held until then.
+        self.before: dict[tuple[str, int], BeforeGuess] = {}
         #: The checkpoint within which the frame begins; it repeats the frame as a whole.
         self.checkpoint = checkpoint_here(module.training)
         #: Whether gradients are recorded where the frame begins, so that a call without them stands apart.
@@ -185,8 +188,15 @@ class _Frame:
                 self.certain[base] = number + 1
             else:
                 self.guessed[base, number] = code
+                self.before[base, number] = BeforeGuess(self._simulators(base, number))
         self.counts[base] = number + 1
         return number
+
+    def _simulators(self, base: str, number: int) -> list[nn.Module]:
+        """Return those of a call by its number."""
+        sites = self.table.sites.get(_call_name(base, number), CallSites())
+        names = [*(child for *_, child in sites.arguments), *(child for _, child in sites.outputs)]
+        return [module for name in names if (module := self.module._modules[name]) is not None]
 
     def _correct(self, base: str, number: int | None, code: tuple[str, int]) -> None:
         """Note which calls were taken for the planned one that is there now, or for later ones.
@@ -206,6 +216,7 @@ class _Frame:
             return
         for guess, place in places.items():
             del self.guessed[base, guess]
+            self.before.pop((base, guess)).give_back()
             self.table.foreign.add((base, place))
         thread_frames.corrections += 1
         functions = ", ".join(dict.fromkeys(place[0] for place in places.values()))
@@ -284,13 +295,17 @@ class _InterceptMode(TorchFunctionMode):
         if number is None:
             _report_unplanned(table, base, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
-        call = f"{base}_{number}" if number else base
+        call = _call_name(base, number)
         sites = table.sites.get(call)
         if sites is None:
             if number >= planned:
                 _report_unplanned(table, call, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         return _run(frame.module, sites, func, list(args), dict(kwargs or {}))
+
+
+def _call_name(base: str, number: int) -> str:
+    return f"{base}_{number}" if number else base
 
 
 def _computes_sizes(args: Sequence[Any]) -> bool:
