@@ -107,6 +107,10 @@ def test_misspelled_field_is_refused_and_the_nearest_proposed(field: str, neares
             {"qscheme": "symmetric_with_clipping", "qparam_calculator_cls": "dynamic"},
             "SYMMETRIC_WITH_CLIPPING is not supported with a dynamic",
         ),
+        (
+            {"fake_quantize_cls": "lsq", "qparam_calculator_cls": "dynamic"},
+            "LSQFakeQuantize learns one range.*Leave out",
+        ),
         ({"dtype": "int1", "qscheme": "symmetric_with_clipping"}, "leaves int1 only the code 0"),
         ({"averaging_constant": 0.0}, "greater than 0"),
         ({"averaging_constant": 1.5}, "less than or equal to 1"),

@@ -173,6 +173,16 @@ class QuantizationSpec(CompressionSpec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_learned(self) -> Self:
+        learns = getattr(self.fake_quantize_cls, "calculator_cls", None) is not None
+        if learns and issubclass(self.qparam_calculator_cls, StatelessQParamsCalculatorBase):
+            raise ValueError(
+                f"{self.fake_quantize_cls.__name__} learns one range for "
+                "all tensors, and a dynamic qparam_calculator_cls measures a new one for each. Leave out one of them."
+            )
+        return self
+
     def __hash__(self) -> int:
         return hash((type(self), *(_hashable(getattr(self, name)) for name in type(self).model_fields)))
 
