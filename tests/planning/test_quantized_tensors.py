@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+from bitwright.artifact import Artifact, ArtifactError
 from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -105,3 +106,12 @@ def test_what_the_message_says_helps(compressor: Any, config: Any) -> None:
     model[0].weight = nn.Parameter(model[0].weight.dequantize())
     prepared = compressor(model, config().set_module_name("2", None)).prepare(EXAMPLE)
     assert prepared(*EXAMPLE).isfinite().all()
+
+
+@pytest.mark.parametrize("quantize", [own, torchaos])
+def test_one_that_was_left_out_is_no_part_of_an_artifact(quantize: Any) -> None:
+    model = three_layers(quantize)
+    config = QuantizerConfig.presets.w8(execution_mode="eager").set_module_name("[02]", None)
+    prepared = Quantizer(model, config).prepare(EXAMPLE)
+    with pytest.raises(ArtifactError, match=rf"'0\.weight' is a {type(model[0].weight).__name__}, .*dequantize\(\)"):
+        Artifact.from_model(prepared)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+from bitwright.quantization.spec._sharded import is_sharded
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .errors import ArtifactError
@@ -141,6 +143,11 @@ def own_state(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ArtifactError(f"{name!r} is on the meta device and has no numbers; load the model's state first.")
+    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+        raise ArtifactError(
+            f"{name!r} is a {type(tensor).__name__}, which stands for a matrix that it does not hold as numbers, and "
+            "cannot be stored. Replace it first, as in layer.weight = nn.Parameter(layer.weight.dequantize())."
+        )
     if tensor.layout != torch.strided:
         raise ArtifactError(f"{name!r} is a tensor of layout {tensor.layout}, which cannot be stored; make it dense.")
     try:
