@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
 from bitwright.artifact import Artifact, pack_model
 from bitwright.errors import ConfigMatchWarning
@@ -32,6 +33,34 @@ def test_palettes(name, tmp_path):
     _, ready = palettized(model, x, **PALETTES[name])
     artifact = _check(ready, x, tmp_path)
     assert {artifact[f"{layer}.weight"].layout.kind for layer in ("conv", "up", "fc")} == {"palettized"}
+
+
+class OneChannel(nn.Module):
+    """Layers that make one channel, and layers that read one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.to_one = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 1, 1)
+        self.up, self.up_to_one = nn.ConvTranspose2d(1, 16, 2), nn.ConvTranspose2d(16, 1, 2)
+        self.fc, self.fc_to_one = nn.Linear(1, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = self.to_one(torch.relu(self.conv(x)))
+        x = self.up_to_one(torch.relu(self.up(x)))
+        return self.fc_to_one(torch.relu(self.fc(x.mean((2, 3)))))
+
+
+@pytest.mark.parametrize("name", ["4 bits", "channel scale", "int8 tables"])
+def test_palettes_of_layers_with_one_channel(name, tmp_path):
+    """One channel is no sign of which dimension the scales belong to."""
+    torch.manual_seed(0)
+    model, x = OneChannel().eval(), torch.randn(2, 1, 6, 6)
+    _, ready = palettized(model, x, **PALETTES[name])
+    Artifact.from_model(ready).save(tmp_path / "artifact")
+    loaded = Artifact.load(tmp_path / "artifact")
+    for layer, _ in model.named_children():
+        assert torch.equal(loaded.decode(f"{layer}.weight"), ready.get_submodule(layer).weight.detach())
+    assert torch.equal(loaded.packed_model(OneChannel().eval())(x), ready(x).detach())
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.02, 0.5, 0.9, 1.0])

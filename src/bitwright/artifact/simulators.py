@@ -34,7 +34,7 @@ def _encode_palettized(
     rank = indices.ndim
     groups = (*lut.shape[:2], *[1] * rank)[:rank]
     tables = lut.reshape(*groups, *lut.shape[2:])
-    along_inputs = scale is not None and scale.shape[0] == 1 and rank > 1
+    along_inputs = scale is not None and rank > 1 and tuple(scale.shape) == (1, tensor.shape[1])
     if mask is not None and simulator.preserve_zeros:
         mask = mask & (tensor != 0)
     return palettized_tensor(

@@ -15,6 +15,7 @@ from bitwright.quantization.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
+    PerTokenGranularity,
     fp4_forward,
 )
 
@@ -397,3 +398,18 @@ def test_abstract_methods_must_be_given() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Incomplete(torch.int8, "zp", PerTensorGranularity(), torch.int8, -128, 127, fake_quantizer().qparams_calculator)
+
+
+@pytest.mark.parametrize("ranges", ["minmax", "percentile"])
+def test_a_range_over_other_blocks_is_refused_with_the_tensor(ranges: str) -> None:
+    """Whoever calibrates with another batch size reads which tensor it was, and what to do."""
+    found = fake_quantizer(
+        ACTIVATION,
+        granularity=PerTokenGranularity(),
+        qparam_calculator_cls="global_minmax",
+        range_calculator_cls=ranges,
+    )
+    found.tensor_fqn = "encoder.relu"
+    found(torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"^encoder\.relu: .*blocks.*reset_statistics"):
+        found(torch.randn(5, 4))

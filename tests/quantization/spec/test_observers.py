@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 
@@ -220,6 +221,23 @@ def test_odd_tensors(kind):
     fq = make("weight", range_calculator_cls=kind)
     fq(x)
     assert 0 < fq.qparams_calculator.scale.item() < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("calculator", ["default", "moving_average", "dynamic", "lsq"])
+def test_a_number_is_a_tensor_of_one_element(kind, calculator):
+    """Scales that models compute, such as the mean of a tensor, have no dimensions."""
+    number, row = (
+        make(dtype="int8", qscheme="asymmetric", range_calculator_cls=kind, qparam_calculator_cls=calculator)
+        for _ in range(2)
+    )
+    for value in (2.5, -1.25, 7.0):
+        assert torch.equal(number(torch.tensor(value)).reshape(1), row(torch.tensor([value])))
+    if calculator != "dynamic":
+        number.load_state_dict(copy.deepcopy(number.state_dict()))
+        number.disable_observer()
+        row.disable_observer()
+        assert number(torch.tensor(3.0)) == row(torch.tensor([3.0]))
 
 
 def test_entropy_needs_even_codes():

@@ -324,6 +324,8 @@ class FakeQuantizeForward(SwitchedModule):
         except _BlockSizeMismatchError as error:
             self._warn_and_disable(error)
             return None
+        except ValueError as error:
+            raise ValueError(f"{self.tensor_fqn}: {error}") from error
         if stateful and not torch.compiler.is_compiling() and self._may_be_repeated(calculator):
             self._recall.note(tensor, qparams)
         return qparams

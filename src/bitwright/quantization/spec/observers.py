@@ -82,7 +82,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         block_size = self._block_size(x.shape)
         view, inner, _, counts = block_view_shape(tuple(x.shape), block_size)
         outer = [dim for dim in range(len(view)) if dim not in inner]
-        split = x.detach().reshape(view).permute(*outer, *inner)
+        split = x.detach().reshape(view).permute([*outer, *inner])
         blocks = split.reshape(max(1, _product(counts)), -1)
         new = Histogram.of(blocks)
         weight = self.quantization_target == CompressionTargetTensor.WEIGHT
