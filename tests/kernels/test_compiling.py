@@ -54,5 +54,34 @@ def test_without_a_writable_folder_functions_work_and_a_warning_says_why(
     assert "BITWRIGHT_CACHE_DIR" in caplog.text
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_compiled_is_said_once_and_what_is_kept_is_not(
+    terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A minute of silence looks like a hang; logs and pipes get no lines that they did not ask for."""
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    said = []
+    for functions in ([_add, _subtract], [_add]):  # the second time, from disk
+        monkeypatch.setattr(compiling._notice, "given", False)
+        monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            for function in functions:
+                assert compiling.entry(compiling.compiled(function), 2)(3, 0) == 3
+        said.append((capsys.readouterr().err, caplog.text))
+    (printed, logged), later = said
+    assert printed.count("compiles its CPU kernels") == terminal
+    assert logged.count(f"The code is kept in {tmp_path / 'cache'}.") == 1
+    assert later == ("", "")
+
+
+def _subtract(a: int, b: int) -> int:
+    return a - b
+
+
 def _add(a: int, b: int) -> int:
     return a + b

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import llvmlite.binding
 import numba
 from numba.core import config as numba_config
+from numba.core import event as numba_events
 
 __all__ = [
     "c_address",
@@ -132,8 +134,33 @@ def c_address(function: Callable[..., object], arguments: int) -> int:
 def _compiled_for_integers(function: Callable[..., object], arguments: int) -> Any:
     dispatcher: Any = function
     signature = (numba.types.int64,) * arguments
-    dispatcher.compile(signature)
+    with numba_events.install_listener("numba:compile", _notice):
+        dispatcher.compile(signature)
     return dispatcher.overloads[signature]
+
+
+class _Notice(numba_events.Listener):  # type: ignore[misc]
+    """Says once that something is compiled, which nobody hears of otherwise; what lies on disk is not compiled."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+    def on_start(self, event: numba_events.Event) -> None:
+        if self.given:
+            return
+        self.given = True
+        folder = _cache_folder(Path(__file__).parent)
+        kept = f"The code is kept in {Path(folder).parent}." if folder else "The code cannot be kept."
+        text = f"Bitwright compiles its CPU kernels for this processor, which takes up to a minute or two. {kept}"
+        logger.info("%s", text)
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(text, file=sys.stderr)
+
+    def on_end(self, event: numba_events.Event) -> None:
+        """Nothing is to be said then."""
+
+
+_notice = _Notice()
 
 
 @functools.cache

@@ -91,18 +91,18 @@ def observe_and_map_ready(x: int, y: int, mask: int, mode: int, job: int) -> Non
 
 
 @compiled
-def map_ready_if_unchanged(x: int, y: int, job: int) -> bool:
-    """``map_ready`` without a mask, unless the elements of the job's snapshot have changed; return whether it ran."""
+def map_ready_if_unchanged(x: int, y: int, mask: int, job: int) -> bool:
+    """``map_ready``, unless the elements of the job's snapshot have changed; return whether it ran."""
     if not unchanged(peek_i64(job + 120)):
         return False
-    map_ready(x, y, 0, job)
+    map_ready(x, y, mask, job)  # a constant for the mask would have it compiled once more, in ten seconds
     return True
 
 
 _map_ready = entry(map_ready, 4)
 _observe_ready = entry(observe_ready, 3)
 _observe_and_map_ready = entry(observe_and_map_ready, 5)
-_map_ready_if_unchanged = entry(map_ready_if_unchanged, 3)
+_map_ready_if_unchanged = entry(map_ready_if_unchanged, 4)
 _all_set = entry(all_set, 2)
 
 
@@ -216,7 +216,7 @@ class ReadyCall:
         if self._large:
             return self.run_masked(x, None) if self._holds() else None
         y = _empty_like(x)
-        return y if _map_ready_if_unchanged(x.data_ptr(), y.data_ptr(), self._address) else None
+        return y if _map_ready_if_unchanged(x.data_ptr(), y.data_ptr(), 0, self._address) else None
 
     def run_with_gradient(
         self, x: torch.Tensor, unneeded: bool = False, observed: bool = False, restart: bool = False
