@@ -74,6 +74,34 @@ def test_called_graphs_are_cast_with_their_callers(model: type[nn.Module], targe
             assert sqnr(exact, result) > (55 if target is torch.float16 else 38)
 
 
+@pytest.mark.parametrize("decompose", [False, True])
+@pytest.mark.parametrize(
+    ("target", "end", "step"), [(torch.bfloat16, 10.0, 0.01), (torch.float16, 3000.0, 1.0), (torch.float16, 1.0, 3e-4)]
+)
+def test_loops_over_floats_make_the_same_steps(target: torch.dtype, end: float, step: float, decompose: bool) -> None:
+    """2 + 0.01 is 2 in bfloat16, and 2048 + 1 is 2048 in float16: such loops would not end."""
+
+    class Timed(nn.Module):
+        def forward(self, x: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return while_loop(
+                # The second condition ends a loop that the cast has broken.
+                lambda t, n, v: (t < limit.clone()) & (n < 9999),
+                lambda t, n, v: (t + step, n + 1, v * 0.999),
+                (torch.zeros(()), torch.tensor(0), x * 2),
+            )
+
+    x, limit = torch.ones(2), torch.tensor(end)
+    program = export(Timed(), x, limit, decompose=decompose)
+    exact = run(program, x, limit)
+    assert exact[1] < 9999
+    cast_fp32_to_fp16(program, dtype=target)
+    check_metadata(program, x.to(target), limit.to(target))
+    result = run(program, x.to(target), limit.to(target))
+    assert [r.dtype for r in result] == [target, torch.int64, target]
+    assert result[1] == exact[1]
+    assert torch.allclose(result[2].float(), exact[2], rtol=1e-2)
+
+
 def test_ignored_operator_inside_a_branch() -> None:
     program = export(Branches(), torch.rand(3, 4))
     cast_fp32_to_fp16(program, ATEN.exp)

@@ -14,8 +14,10 @@ from bitwright.casting._numbers import (
     fits_scalar,
     fits_tensor,
     loses_precision,
+    narrow_bound,
     narrow_scalar,
     narrow_tensor,
+    narrow_threshold,
     smallest,
 )
 
@@ -53,6 +55,27 @@ def test_scalars_round_as_numpy_rounds_and_never_vanish(value: float) -> None:
     rounded = float(np.float16(value))
     expected = math.copysign(2.0**-24, value) if rounded == 0 and value != 0 else rounded
     assert narrow_scalar(value, torch.float16) == expected
+
+
+@given(st.floats(-3, 3) | st.floats(0.999, 1.001) | st.floats(-1.001, -0.999))
+def test_bounds_are_one_only_for_one(value: float) -> None:
+    """And otherwise as scalars, at most one step away."""
+    for dtype in (torch.float16, torch.bfloat16):
+        bound, nearest = narrow_bound(value, dtype), narrow_scalar(value, dtype)
+        assert (abs(bound) == 1.0) == (abs(value) == 1.0)
+        assert (abs(bound) < 1.0) == (abs(value) < 1.0)
+        assert bound == nearest or (abs(nearest) == 1.0 and abs(bound - nearest) <= torch.finfo(dtype).eps)
+
+
+@given(st.floats(-65504, 65504), st.booleans())
+def test_thresholds_part_the_numbers_as_the_exact_value_does(value: float, above: bool) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        threshold = narrow_threshold(value, dtype, above=above)
+        around = torch.tensor(threshold, dtype=dtype)
+        infinity = torch.tensor(INF, dtype=dtype)
+        for x in (torch.nextafter(around, -infinity), around, torch.nextafter(around, infinity)):
+            number = float(x)
+            assert (number < threshold) == (number < value) if above else (number > threshold) == (number > value)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))

@@ -16,7 +16,7 @@ from bitwright.coreai_utils import DType, QScheme
 from bitwright.coreai_utils._grids import quantize_tensor
 from bitwright.coreai_utils._palettize import palettize
 from bitwright.coreai_utils._sparsify import _magnitude_mask, _n_m_mask
-from bitwright.coreai_utils._weights import Skipped, Weight
+from bitwright.coreai_utils._weights import Skipped, Weight, _roles_before_reshape
 
 BITS = {DType.INT2: 2, DType.UINT2: 2, DType.INT4: 4, DType.UINT4: 4, DType.INT8: 8, DType.UINT8: 8}
 
@@ -33,6 +33,31 @@ def _decode(quantized: Any, block_size: tuple[int, ...]) -> np.ndarray[Any, Any]
         return array
 
     return spread(quantized.scale) * (quantized.codes.double().numpy() - spread(quantized.zero_point))
+
+
+@pytest.mark.parametrize(
+    ("shape", "result", "roles", "expected"),
+    [
+        ((32, 64, 3), (32, 64, 1, 3), "oi..", "oi."),
+        ((64, 1, 5), (64, 1, 1, 5), "oi..", "oi."),
+        ((64, 4, 32, 1), (1, 64, 128), "bio", "ioo."),
+        ((64, 32), (1, 64, 32), "bio", "io"),
+        ((1, 64, 32), (64, 32), "io", ".io"),
+        ((4, 16, 32), (64, 32), "io", "iio"),
+        ((64, 32), (4, 16, 32), "bio", None),
+        ((64, 32), (8, 8, 32), "iio", "io"),
+        ((6, 4), (4, 6), "io", None),
+        ((2048,), (1, 2048), "io", None),
+        ((2048, 1), (1, 2048), "io", "oi"),
+    ],
+)
+def test_axes_behind_a_reshape_are_those_of_the_factors(
+    shape: tuple[int, ...], result: tuple[int, ...], roles: str, expected: str | None
+) -> None:
+    """Output, input, batch; a merged axis hands its role on, a split one has none unless its parts agree."""
+    names = {"o": "output", "i": "input", "b": "batch", ".": ""}
+    before = _roles_before_reshape(shape, result, tuple(names[role] for role in roles))
+    assert before == (None if expected is None else tuple(names[role] for role in expected))
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1e-9, 1e20])

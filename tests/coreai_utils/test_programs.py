@@ -302,6 +302,103 @@ def test_bfloat16_weights() -> None:
     assert sqnr(model(x).detach().numpy(), run(program, x)[0]) > 38
 
 
+class Product(nn.Module):
+    """An einsum of the input with a weight."""
+
+    def __init__(self, equation: str, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.equation, self.weight = equation, nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(self.equation, x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "channel_axis"),
+    [
+        (lambda: nn.Conv1d(64, 32, 3), (4, 64, 8), 1),
+        (lambda: nn.ConvTranspose1d(64, 32, 4, stride=2), (4, 64, 8), 1),
+        (lambda: Product("bi,eio->beo", torch.randn(4, 64, 32) * torch.logspace(-3, 3, 4)[:, None, None]), (9, 64), 1),
+        (lambda: Product("bthd,hdo->bto", torch.randn(4, 16, 32) * torch.logspace(-3, 3, 32)), (4, 9, 4, 16), 2),
+    ],
+    ids=["conv1d", "conv_transpose1d", "stack", "merged"],
+)
+def test_bfloat16_weights_that_reshapes_read(layer: Any, shape: tuple[int, ...], channel_axis: int) -> None:
+    """The converter leaves reshapes of bfloat16 weights in the program; the channels are those behind them."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer().bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.bfloat16()).float()
+
+    torch.manual_seed(0)
+    model, x = Inner(), torch.randn(*shape)
+    program = convert(coreai_export(model, x))
+    exact = model(x).detach().numpy()
+    for compress, floor in (
+        (lambda p: quantize_weights(p, DType.INT8), 35),
+        (lambda p: quantize_weights(p, DType.INT8, granularity=G.PER_BLOCK, block_size=16), 35),
+        (lambda p: palettize_weights(p, n_bits=6, granularity=G.PER_CHANNEL), 32),
+    ):
+        compressed = compress(program)
+        assert str(compressed) != str(program)
+        result = run(compressed, x)[0]
+        for channel in range(exact.shape[channel_axis]):
+            assert sqnr(exact.take(channel, channel_axis), result.take(channel, channel_axis)) > floor
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_matrices_share_nothing(transposed: bool) -> None:
+    """The weights of experts differ by orders of magnitude: each output channel of each is close."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.randn(4, IN, OUT) * torch.logspace(-2, 2, 4)[:, None, None] * torch.logspace(-1, 1, OUT)
+            self.weight = nn.Parameter(weight.transpose(1, 2).contiguous() if transposed else weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.weight.transpose(1, 2) if transposed else self.weight)
+
+    torch.manual_seed(0)
+    model, x = Experts(), torch.eye(IN).repeat(4, 1, 1)
+    program = convert(coreai_export(model, x))
+    exact = model(x).detach().numpy()
+    for compress, floor in (
+        (lambda p: quantize_weights(p, DType.INT8), 38),
+        (lambda p: quantize_weights(p, DType.INT4, granularity=G.PER_BLOCK), 16),
+        (lambda p: palettize_weights(p, n_bits=4, granularity=G.PER_CHANNEL), 19),
+        (lambda p: palettize_weights(p, DType.INT8, 6, G.PER_GROUPED_CHANNEL, group_size=2), 22),
+        (lambda p: palettize_weights(p, DType.UINT8, 6, enable_per_channel_scale=True), 28),
+        (lambda p: palettize_weights(p, n_bits=6, granularity=G.PER_GROUPED_CHANNEL, group_size=2, cluster_dim=2), 13),
+    ):
+        result = run(compress(program), x)[0]
+        for expert in range(4):
+            for channel in range(OUT):
+                assert sqnr(exact[expert, :, channel], result[expert, :, channel]) > floor
+
+
+def test_constants_that_are_no_weights_are_named_with_their_readers(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+            self.factor = nn.Parameter(torch.randn(60, IN))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x * self.factor)
+
+    x = torch.randn(60, IN)
+    with pytest.warns(ConfigMatchWarning, match=r"Nothing was compressed.*\(60, 64\) read by .*mul"):
+        quantize_weights(convert(coreai_export(Scaled(), x)), DType.INT8)
+    with caplog.at_level("WARNING", "bitwright.coreai_utils"):
+        quantize_weights(convert(coreai_export(Scaled(nn.Linear(IN, OUT)), x)), DType.INT8)
+    assert "(60, 64) read by" in caplog.text
+
+
 def test_what_is_left_alone(program: Any) -> None:
     """Small constants, biases, and what other operations read."""
 

@@ -49,11 +49,14 @@ def cast_fp32_to_fp16(
     * operators that turn integers beyond the range into floats, as far as these are proven or seen;
     * positions, which are floats made of integers, up to where every digit of them matters: sines and cosines,
       roundings, casts to integers, and, unless activations are mixed in, comparisons, remainders and searches;
-    * complex numbers, operators without a 16-bit kernel in PyTorch.
+    * loops (``while_loop``) whose condition reads floats, which rounded steps might never bring to an end;
+    * complex numbers, operators without a 16-bit kernel in PyTorch, ``logit`` with an ``eps`` that the 16-bit dtype
+      does not subtract from one.
 
     Results of such nodes are narrowed again where 16-bit consumers read them. Infinities stay infinities; finite
     values from 1e38 on stand for infinity in masks and become the largest finite number; a scalar that is not zero
-    does not become zero. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are cast with their callers.
+    does not become zero, a bound or an offset near one does not become one, and comparisons with a scalar answer as
+    with its exact value. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are cast with their callers.
 
     Args:
         exported_program: the program, as exported or decomposed.
@@ -102,6 +105,10 @@ def cast_fp32_to_bf16(
     """Cast the float32 values of an exported program to bfloat16, in place; see :func:`cast_fp32_to_fp16`.
 
     bfloat16 has the range of float32 and 8 bits of precision: hardly anything overflows, results are coarser.
+
+    coreai-torch 0.4.3 converts the result as it does any bfloat16 program: not where there are batch norms or tensors
+    that are filled with a number (``full``, ``zeros``, the first states of an LSTM). These end in a ``ValueError`` that
+    says ``f32 vs bf16``; ``bitwright.export.coreai.export_coreai`` writes bfloat16 models that have them.
     """
     return cast_fp32_to_fp16(
         exported_program,

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ._cleanup import CAST_OPS, cleanup_casts
 from ._float_plan import IGNORED, FloatPlan, touches_float32
-from ._numbers import narrow_scalar, narrow_tensor
-from ._operators import attribute_of, bound_arguments, called_graphs, is_creation, op_name
+from ._numbers import narrow_bound, narrow_scalar, narrow_tensor, narrow_threshold
+from ._operators import attribute_of, bound_arguments, bounds_results, called_graphs, is_creation, op_name
 from ._program import finish, replace_state, static_inputs
 from ._retype import DtypeInference, Retyper, dtypes_of, set_dtypes
 
@@ -32,7 +32,7 @@ def apply_float_plan(program: ExportedProgram, plan: FloatPlan) -> None:
     narrowed: dict[int, torch.Tensor] = {}
     for node, _, tensor in static_inputs(program):
         if tensor.dtype == _FLOAT32 and not plan.native_float32(node) and id(tensor) not in narrowed:
-            narrowed[id(tensor)] = narrow_tensor(tensor, plan.dtype)
+            narrowed[id(tensor)] = _narrow_constant(node, tensor, plan.dtype)
     rewriter.run(_output_dtypes(program, plan))
     replace_state(program, narrowed)
     finish(program)
@@ -74,7 +74,7 @@ class _GraphRewriter:
             return
         if value.dtype == _FLOAT32:
             path, _, name = str(node.target).rpartition(".")
-            setattr(self._module.get_submodule(path), name, narrow_tensor(value, self._plan.dtype))
+            setattr(self._module.get_submodule(path), name, _narrow_constant(node, value, self._plan.dtype))
         set_dtypes(node, [self._plan.dtype])
 
     def _rewrite_call(self, node: Node) -> None:
@@ -152,12 +152,25 @@ def sync_metadata_assertion(node: Node) -> None:
     node.args, node.kwargs = (source,), {**arguments, "dtype": source.meta["val"].dtype}
 
 
+def _narrow_constant(node: Node, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the stored float32 ``tensor`` that ``node`` stands for in ``dtype``."""
+    narrow = narrow_tensor(tensor, dtype)
+    if tensor.numel() == 1 and bounds_results(node):
+        narrow.fill_(narrow_bound(float(tensor), dtype))
+    return narrow
+
+
 def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``node`` with numbers and dtypes as the 16-bit operator takes them."""
+    """Return the arguments of ``node`` with numbers and dtypes as the 16-bit operator takes them.
+
+    An epsilon that the operator has as a default is written down when the 16-bit format does not hold it.
+    """
     if not isinstance(node.target, OpOverload):
         return node.args, dict(node.kwargs)
-    kinds = {argument.name: str(argument.type) for argument, _ in bound_arguments(node)}
-    names = [argument.name for argument in node.target._schema.arguments]
+    arguments = node.target._schema.arguments
+    kinds = {argument.name: str(argument.type) for argument in arguments}
+    names = [argument.name for argument in arguments]
+    given = {argument.name for argument, _ in bound_arguments(node)}
 
     def narrow(name: str, value: Any) -> Any:
         if value is _FLOAT32:
@@ -168,15 +181,31 @@ def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], 
         # Numbers of the schema type float steer a kernel (scales of a resize, momentum); an epsilon must not vanish.
         if "float" in kinds[name] and name != "eps":
             return value
-        narrowed = narrow_scalar(float(value), dtype)
+        narrowed = _narrow_number(node, name, float(value), dtype)
         return value if narrowed == value else narrowed
 
     args = tuple(narrow(name, value) for name, value in zip(names, node.args, strict=False))
     kwargs = {name: narrow(name, value) for name, value in node.kwargs.items()}
-    if is_creation(node) and "dtype" in names and "dtype" not in kinds and not op_name(node).endswith("_like"):
+    for argument in arguments:
+        if argument.name == "eps" and argument.name not in given and isinstance(argument.default_value, float):
+            narrowed = narrow("eps", argument.default_value)
+            if narrowed != argument.default_value:
+                kwargs["eps"] = narrowed
+    if is_creation(node) and "dtype" in names and "dtype" not in given and not op_name(node).endswith("_like"):
         # Left to itself the operator would take the default dtype of the process.
         kwargs["dtype"] = dtype
     return args, kwargs
+
+
+def _narrow_number(node: Node, name: str, value: float, dtype: torch.dtype) -> float:
+    """Return what ``dtype`` holds for ``value``, the argument ``name`` of ``node``, by what it is to the operator."""
+    if op_name(node) in ("lt", "ge"):
+        return narrow_threshold(value, dtype, above=True)
+    if op_name(node) in ("gt", "le"):
+        return narrow_threshold(value, dtype, above=False)
+    if name != "alpha" and bounds_results(node):
+        return narrow_bound(value, dtype)
+    return narrow_scalar(value, dtype)
 
 
 def _output_dtypes(program: ExportedProgram, plan: FloatPlan) -> list[torch.dtype | None]:

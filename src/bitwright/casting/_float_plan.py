@@ -28,6 +28,8 @@ from ._operators import (
     is_graph_call,
     keeps_magnitude,
     lacks_16_bit_kernel,
+    loop_end_sources,
+    op_name,
     promoted_integers,
     reinterprets_bits,
     unsuitable_scalar,
@@ -200,6 +202,10 @@ class FloatPlanner:
         reason = self._reason(node)
         if reason is None and not is_graph_call(node):
             reason = f"graphs called by {node.target} are not rewritten"
+        if reason is None and op_name(node) == "while_loop":
+            counters = [source.name for source in loop_end_sources(node) if dtype_of(source) == torch.float32]
+            if counters:
+                reason = f"its condition reads {', '.join(counters)}, whose steps 16-bit numbers would round"
         for module in called_graphs(node):
             self._plan_graph(module.graph, parameters=set(), buffers=set())
             placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]

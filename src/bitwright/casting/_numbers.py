@@ -51,6 +51,41 @@ def narrow_scalar(value: float, dtype: torch.dtype) -> float:
     return rounded
 
 
+def narrow_bound(value: float, dtype: torch.dtype) -> float:
+    """Return ``value``, which bounds or shifts results, as ``dtype`` holds it: as :func:`narrow_scalar`, but not one.
+
+    A number that only comes near 1 or -1 guards the pole of a logarithm, an arctangent or a quotient, so that it takes
+    the next number of ``dtype`` on its own side.
+    """
+    narrowed = narrow_scalar(value, dtype)
+    if abs(narrowed) != 1.0 or abs(value) == 1.0:
+        return narrowed
+    return _neighbour(narrowed, math.copysign(math.inf if abs(value) > 1.0 else 0.0, value), dtype)
+
+
+def narrow_threshold(value: float, dtype: torch.dtype, *, above: bool) -> float:
+    """Return a number of ``dtype`` with which its numbers compare as they do with ``value``.
+
+    Args:
+        value: a value for which :func:`fits_scalar` holds.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        above: whether ``value`` itself is on the upper side, as for ``<`` and ``>=``; it is on the lower one for ``<=``
+            and ``>``.
+    """
+    narrowed = narrow_scalar(value, dtype)
+    if not math.isfinite(value) or abs(value) > largest(dtype):
+        return narrowed
+    if above and narrowed < value:
+        return _neighbour(narrowed, math.inf, dtype)
+    if not above and narrowed > value:
+        return _neighbour(narrowed, -math.inf, dtype)
+    return narrowed
+
+
+def _neighbour(value: float, toward: float, dtype: torch.dtype) -> float:
+    return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(toward, dtype=dtype)))
+
+
 def fits_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether every entry of a float32 ``tensor`` keeps its meaning in ``dtype`` (see :func:`fits_scalar`)."""
     for part in _parts(tensor):

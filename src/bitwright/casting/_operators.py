@@ -53,6 +53,13 @@ _CALLING_OPS: Final = frozenset(
 #: Products and quotients: a factor among the subnormal numbers loses digits that the result needs.
 _PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide", "mul_", "div_"})
 
+#: Operators that put a number into their result, or move their result by it.
+_BOUNDING_NAMES: Final = frozenset(
+    {"clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "clip", "clip_", "hardtanh", "hardtanh_"}
+    | {"threshold", "threshold_", "maximum", "minimum", "fmax", "fmin", "where", "masked_fill", "masked_fill_"}
+    | {"add", "add_", "sub", "sub_", "subtract", "rsub"}
+)
+
 #: Operators beyond the pointwise ones that turn integer operands into floats.
 _PROMOTING_NAMES: Final = frozenset({"cat", "stack", "sum", "mean", "prod", "cumsum", "cumprod"})
 
@@ -139,6 +146,22 @@ def called_graphs(node: Node) -> Iterator[GraphModule]:
                 yield attribute
 
 
+def loop_end_sources(node: Node) -> list[Node]:
+    """Return the operands of a ``while_loop`` from which its condition computes whether to go on."""
+    condition = next(called_graphs(node))
+    placeholders = [inner for inner in condition.graph.nodes if inner.op == "placeholder"]
+    reached: set[Node] = set()
+    pending = list(condition.graph.output_node().all_input_nodes)
+    while pending:
+        inner = pending.pop()
+        if inner not in reached:
+            reached.add(inner)
+            pending += inner.all_input_nodes
+    operands = [operand for group in node.args[2:4] if isinstance(group, tuple | list) for operand in group]
+    pairs = zip(placeholders, operands, strict=True)
+    return [operand for inner, operand in pairs if inner in reached and isinstance(operand, Node)]
+
+
 def attribute_of(module: torch.nn.Module, target: str) -> Any:
     """Return the attribute that a ``get_attr`` node reads, by its dotted name."""
     found: Any = module
@@ -193,6 +216,14 @@ def written_in_place(graph: Graph) -> set[Node]:
     return written
 
 
+def bounds_results(node: Node) -> bool:
+    """Tell whether the numbers that ``node`` is given, or that it makes or holds, bound or shift results."""
+    if op_name(node) in _BOUNDING_NAMES:
+        return True
+    passes_on = node.op != "call_function" or is_creation(node) or op_name(node) in MOVES
+    return passes_on and bool(node.users) and all(bounds_results(user) for user in node.users)
+
+
 def unsuitable_scalar(node: Node, dtype: torch.dtype) -> str | None:
     """Say which scalar of ``node`` cannot be held in ``dtype``; None when all can."""
     smallest_normal = float(torch.finfo(dtype).smallest_normal)
@@ -201,4 +232,6 @@ def unsuitable_scalar(node: Node, dtype: torch.dtype) -> str | None:
             return f"its argument {name}={value!r} exceeds {dtype}"
         if op_name(node) in _PRODUCT_NAMES and 0.0 < abs(value) < smallest_normal:
             return f"its factor {name}={value!r} lies below the normal numbers of {dtype}"
+        if op_name(node) == "logit" and float(torch.tensor(1.0 - value, dtype=torch.float64).to(dtype)) == 1.0:
+            return f"its bound 1 - {value!r} is 1 in {dtype}"
     return None

@@ -161,6 +161,15 @@ def uses_of(operation: Any) -> list[Use]:
     return [Use(use.owner.name, use.operand_number, use.owner) for use in operation.results[0].uses]
 
 
+def shape_of(operation: Any) -> tuple[int, ...] | None:
+    """Return the shape of the first result of ``operation``; None when it is not static."""
+    kind = operation.results[0].type
+    if not _bindings().ir.RankedTensorType.isinstance(kind):
+        return None
+    ranked = _bindings().ir.RankedTensorType(kind)
+    return tuple(ranked.shape) if ranked.has_static_shape else None
+
+
 def integers_of(value: Any) -> list[int] | None:
     """Return the integers that an operand holds when it is a constant; None otherwise."""
     owner = getattr(value.owner, "operation", value.owner)

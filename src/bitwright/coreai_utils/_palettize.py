@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -31,18 +32,23 @@ class Palette:
         lut: float32 ``[groups, 2 ** n_bits, vector length]``.
         axis: channel axis of the weight.
         n_bits: bits of an index.
+        batch_axes: axes of the weight along which every index has tables of its own.
     """
 
     indices: torch.Tensor
     lut: torch.Tensor
     axis: int
     n_bits: int
+    batch_axes: tuple[int, ...] = ()
 
     def spread(self, per_group: torch.Tensor) -> torch.Tensor:
-        """Return values of shape ``[groups, ...]`` with the groups on the channel axis, as Core AI takes a table."""
-        shape = [1] * self.indices.dim()
-        shape[self.axis] = per_group.shape[0]
-        return per_group.reshape(*shape, *per_group.shape[1:])
+        """Return values of shape ``[groups, ...]`` with groups on the axes that they divide, as tables have them."""
+        leading = (*self.batch_axes, self.axis)
+        front = tuple(range(len(leading)))
+        stack = [self.indices.shape[axis] for axis in self.batch_axes]
+        ones = [1] * (self.indices.dim() - len(leading))
+        groups = per_group.shape[0] // prod(stack)
+        return per_group.reshape(*stack, groups, *ones, *per_group.shape[1:]).movedim(front, leading)
 
 
 def palettize_weights(
@@ -71,11 +77,12 @@ def palettize_weights(
             own scale; None for the dtype of the weight.
         n_bits: 1, 2, 3, 4, 6 or 8. Core AI stores 3-bit indices in 4 bits.
         granularity: ``PER_TENSOR``, one table; ``PER_CHANNEL``, one for each output channel; or
-            ``PER_GROUPED_CHANNEL``, one for ``group_size`` consecutive output channels.
+            ``PER_GROUPED_CHANNEL``, one for ``group_size`` consecutive output channels. With the latter two, matrices
+            that a batched product reads as one stack have tables of their own.
         group_size: output channels of a group.
         cluster_dim: consecutive output channels that share an index; 1 for scalar palettes.
-        enable_per_channel_scale: divide every output channel by its largest magnitude before clustering, and multiply
-            after. Scalar palettes only.
+        enable_per_channel_scale: divide every output channel (of every matrix of a stack) by its largest magnitude
+            before clustering, and multiply after. Scalar palettes only.
         weight_num_threshold: constants with no more elements stay as they are.
         num_kmeans_workers: has no effect; clustering uses the threads of the process.
         enable_fast_kmeans_mode: cluster a histogram that follows the weights (an error within 1e-3 of the optimum)
@@ -113,7 +120,8 @@ def palettize_weights(
         groups = {"per_tensor": channels, "per_channel": 1}.get(granularity.value, group_size)
         scale = _channel_scale(weight) if enable_per_channel_scale else None
         values = weight.values if scale is None else weight.values / scale
-        palette = palettize(values, weight.out_axis, n_bits, groups, cluster_dim, enable_fast_kmeans_mode)
+        stack = () if granularity is CompressionGranularity.PER_TENSOR else weight.batch_axes
+        palette = palettize(values, weight.out_axis, n_bits, groups, cluster_dim, enable_fast_kmeans_mode, stack)
         lut = None if lut_dtype is None else _quantize_tables(palette, lut_dtype, weight.element_type)
         return lambda builder: _emit(builder, palette, lut, scale, weight.element_type)
 
@@ -122,7 +130,13 @@ def palettize_weights(
 
 
 def palettize(
-    values: torch.Tensor, axis: int, n_bits: int, group_size: int, cluster_dim: int = 1, fast: bool = True
+    values: torch.Tensor,
+    axis: int,
+    n_bits: int,
+    group_size: int,
+    cluster_dim: int = 1,
+    fast: bool = True,
+    batch_axes: tuple[int, ...] = (),
 ) -> Palette:
     """Cluster a tensor into tables for groups of channels.
 
@@ -133,6 +147,7 @@ def palettize(
         group_size: consecutive channels with one table.
         cluster_dim: consecutive channels with one index.
         fast: cluster a histogram instead of the values.
+        batch_axes: axes along which every index has tables of its own.
 
     Raises:
         Skipped: ``group_size`` or ``cluster_dim`` do not divide the channels.
@@ -144,22 +159,25 @@ def palettize(
         raise Skipped(f"its {channels} output channels do not divide into groups of {group_size}")
     if group_size % cluster_dim:
         raise Skipped(f"groups of {group_size} output channels do not divide into vectors of {cluster_dim}")
-    rows = values.movedim(axis, 0)
-    rest = rows.shape[1:]
-    vectors = rows.reshape(channels // group_size, group_size // cluster_dim, cluster_dim, -1).transpose(2, 3)
+    leading = (*batch_axes, axis)
+    front = tuple(range(len(leading)))
+    rows = values.movedim(leading, front)
+    stack, rest = rows.shape[: len(batch_axes)], rows.shape[len(leading) :]
+    groups = prod(stack) * (channels // group_size)
+    vectors = rows.reshape(groups, group_size // cluster_dim, cluster_dim, -1).transpose(2, 3)
     points = vectors.reshape(vectors.shape[0], -1, cluster_dim)
     count = 2**n_bits
     if cluster_dim == 1:
         result = cluster_scalar(points[:, :, 0], count, mode="fast" if fast else "exact")
     else:
         result = cluster_vectors(points, count)
-    indices = result.indices.reshape(channels // cluster_dim, *rest).movedim(0, axis)
-    return Palette(indices.contiguous(), result.centroids.float(), axis, n_bits)
+    indices = result.indices.reshape(*stack, channels // cluster_dim, *rest).movedim(front, leading)
+    return Palette(indices.contiguous(), result.centroids.float(), axis, n_bits, batch_axes)
 
 
 def _channel_scale(weight: Weight) -> torch.Tensor:
-    """Return the largest magnitude of every output channel, 1 where it is zero; the weight's rank."""
-    others = [axis for axis in range(weight.values.dim()) if axis != weight.out_axis]
+    """Return the largest magnitude of every output channel of a stack, 1 where it is zero; the weight's rank."""
+    others = [axis for axis in range(weight.values.dim()) if axis not in (*weight.batch_axes, weight.out_axis)]
     scale = weight.values.abs().amax(others, keepdim=True) if others else weight.values.abs()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
@@ -205,8 +223,5 @@ def _emit(
 def _per_channel(lut: Quantized, scale: torch.Tensor, axis: int) -> Quantized:
     """Multiply the scale of every table into the scales of its channels; codes keep their zero points."""
     repeats = scale.shape[axis] // lut.scale.shape[axis]
-    return dataclasses.replace(
-        lut,
-        scale=lut.scale.repeat_interleave(repeats, axis) * scale,
-        zero_point=lut.zero_point.repeat_interleave(repeats, axis),
-    )
+    zero_point = lut.zero_point.repeat_interleave(repeats, axis).expand_as(scale)
+    return dataclasses.replace(lut, scale=lut.scale.repeat_interleave(repeats, axis) * scale, zero_point=zero_point)

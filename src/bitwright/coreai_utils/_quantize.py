@@ -33,16 +33,17 @@ def quantize_weights(
     """Quantize the weights of a converted program.
 
     Weights are float constants with more than ``weight_num_threshold`` elements that only matrix products,
-    convolutions, gathers and transposes read (or anyone, from 1e8 elements on). They are replaced by codes, scales and
-    a ``coreai.blockwise_shift_scale`` that decodes them. A weight that ``block_size`` does not divide stays as it is,
-    with a warning.
+    convolutions, gathers and transposes read, directly or through a reshape (or anyone, from 1e8 elements on). They are
+    replaced by codes, scales and a ``coreai.blockwise_shift_scale`` that decodes them. A weight that ``block_size``
+    does not divide stays as it is, with a warning. A log warning names other constants of that size and their readers.
 
     Args:
         coreai_program: a ``coreai.authoring.AIProgram``.
         dtype: format of the codes, anything but ``DType.FP8_E8M0FNU``.
         qscheme: range of the codes; float formats take ``SYMMETRIC`` only.
         granularity: ``PER_TENSOR``; ``PER_CHANNEL``, one scale for each output channel; or ``PER_BLOCK``, one scale for
-            ``block_size`` input channels of each output channel.
+            ``block_size`` input channels of each output channel. Matrices that a batched product reads as one stack
+            have scales of their own.
         block_size: input channels of a block. FP4 takes 32.
         weight_num_threshold: constants with no more elements stay as they are.
         scale_dtype: None for float32 scales, or ``DType.FP8_E8M0FNU`` for powers of two (FP8 only; FP4 has them
@@ -107,9 +108,10 @@ def _block_shape(weight: Weight, granularity: CompressionGranularity, block_size
     shape = weight.values.shape
     if granularity is CompressionGranularity.PER_TENSOR:
         return tuple(shape)
+    per_axis = dict.fromkeys((*weight.batch_axes, weight.out_axis), 1)
     if granularity is CompressionGranularity.PER_CHANNEL:
-        return tuple(1 if axis == weight.out_axis else size for axis, size in enumerate(shape))
+        return tuple(per_axis.get(axis, size) for axis, size in enumerate(shape))
     if shape[weight.in_axis] % block_size or weight.out_axis == weight.in_axis:
         raise Skipped(f"its {shape[weight.in_axis]} input channels do not divide into blocks of {block_size}")
-    per_axis = {weight.out_axis: 1, weight.in_axis: block_size}
+    per_axis[weight.in_axis] = block_size
     return tuple(per_axis.get(axis, size) for axis, size in enumerate(shape))
