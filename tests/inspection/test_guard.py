@@ -246,6 +246,38 @@ def test_revert_puts_damaged_layers_back_and_keeps_the_others(mode: str) -> None
     assert result.report.end_to_end.error.sqnr_db >= 30
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, one of whose gates has far larger weights, in front of a harmless layer."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = kind(8, 16, batch_first=True), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.layer.weight_ih_l0[3] *= 3000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@MODES
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.filterwarnings("ignore::bitwright.inspection.DamageWarning")
+def test_weights_of_recurrent_layers_are_looked_at(kind: type[nn.Module], mode: str) -> None:
+    """They are compared and put back like others, and the harmless layer stays as it is."""
+    weight = QuantizationSpec(dtype="int4", granularity={"type": "per_tensor"})
+    plain = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec={"weight": weight})
+    config = QuantizerConfig(execution_mode=mode, global_config=plain)
+    if mode == "eager":  # where no operator reads the weights
+        states = dict.fromkeys(("weight_ih_l0", "weight_hh_l0"), weight)
+        config = config.set_module_type(kind, plain.model_copy(update={"module_state_spec": states}))
+    model, x = Recurrent(kind).eval(), torch.randn(4, 6, 8)
+    prepared = Quantizer(copy.deepcopy(model), config).prepare((x,))
+    report = compare(model, prepared, [x])
+    assert {"layer", "head"} == {layer.module for layer in report.layers}
+    assert {finding.code for finding in guard(model, prepared, [x]).findings} >= {"BW105"}
+
+
 def test_a_layer_that_is_put_back_is_no_part_of_what_is_around_it() -> None:
     """Its calls are not taken for unseen ones of the module that adds its input."""
 

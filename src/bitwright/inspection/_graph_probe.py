@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,8 +182,7 @@ class GraphProbe(PairProbe):
         if state is None or head is None or not state.tensor.is_floating_point() or not state.is_parameter:
             return
         own: fx.Node = argument.op.handle
-        for position, entry in enumerate(own.args[: len(head.args)]):
-            other = head.args[position]
+        for entry, other in zip(_one_by_one(own.args), _one_by_one(head.args), strict=False):
             if isinstance(entry, fx.Node) and isinstance(other, fx.Node) and str(entry.target) in state.names:
                 if state.tensor.ndim > 1 or simulator_of(self.compressed, other) is not None:
                     site.weights.append(state.name)
@@ -213,6 +212,15 @@ class GraphProbe(PairProbe):
     def _isolated(self, site: LayerSite) -> Any:
         known = {node.name: self._own.values[node] for node in self._outside(site) if node.op != "get_attr"}
         return evaluate(self.compressed, self._ends[site.name][1], known)
+
+
+def _one_by_one(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yield arguments, those in lists too: the weights of a recurrent layer are one."""
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            yield from argument
+        else:
+            yield argument
 
 
 def _captured(model: nn.Module, example: Inputs) -> tuple[fx.GraphModule, Program]:

@@ -27,6 +27,7 @@ from .input_shapes import InputShapesError
 from .kept_tensors import without_kept_results
 from .masks import holds_mask
 from .model import Program
+from .no_grad_scopes import no_grad_noted
 from .stack_traces import short_stack_traces
 from .unlift import unlift
 
@@ -83,6 +84,7 @@ def _export(
     with contextlib.ExitStack() as stack:
         if no_grad:
             stack.enter_context(torch.no_grad())
+        stack.enter_context(no_grad_noted())
         stack.enter_context(inputs_unmarked(args, kwargs))
         stack.enter_context(plain_attention())
         stack.enter_context(short_stack_traces())

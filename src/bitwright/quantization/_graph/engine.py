@@ -19,6 +19,7 @@ from bitwright.planning.unusable_weights import refuse_quantized, refuse_unusabl
 from bitwright.program.export_errors import blaming_inputs
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
+from bitwright.program.no_grad_scopes import stop_gradients
 from bitwright.quantization._engine import Engine, ExampleInputs
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -108,6 +109,7 @@ class GraphEngine(Engine):
                     observe(module, self.program, example, apart)
             insertion.join_ranges()
             cut_gradients_between_calls(module, self.program)
+            stop_gradients(module)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)
         return module

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from bitwright._utils.module_copy import replicate_module
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
+from bitwright.program.no_grad_scopes import without_stops
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .batch_norm import BiasFold, OutputFold, WeightFold, WeightUnfold
@@ -30,6 +31,7 @@ def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
             replicate_module(child, memo)
     twin = uncompiled_copy(prepared, memo)
     twin.eval()
+    without_stops(twin)
     for view in twin.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         view.target = torch.ops.aten.reshape.default
     with torch.no_grad():

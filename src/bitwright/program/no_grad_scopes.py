@@ -1,0 +1,94 @@
+"""What a model computes under ``torch.no_grad``, which a capture without gradients would not tell from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx, nn
+
+__all__ = ["no_grad_noted", "stop_gradients", "without_stops"]
+
+_KEY, _STOP = "bitwright_no_grad", "bitwright_gradient_stop"
+
+
+@contextmanager
+def no_grad_noted() -> Iterator[None]:
+    """Have nodes that ``torch.export`` makes note in their metadata whether a model computes them under ``no_grad``."""
+    open_scopes: list[AbstractContextManager[Any]] = []
+
+    def noting(owner: Any, value: bool) -> tuple[Any, Any, Any]:
+        enter, leave = owner.__enter__, owner.__exit__
+
+        def entering(scope: Any) -> Any:
+            result = enter(scope)
+            open_scopes.append(fx_traceback.annotate({_KEY: value}))
+            open_scopes[-1].__enter__()
+            return result
+
+        def leaving(scope: Any, *error: Any) -> Any:
+            open_scopes.pop().__exit__(None, None, None)
+            return leave(scope, *error)
+
+        owner.__enter__, owner.__exit__ = entering, leaving
+        return owner, enter, leave
+
+    kept = [noting(torch.no_grad, True), noting(torch.enable_grad, False)]
+    try:
+        with fx_traceback.preserve_node_meta():
+            yield
+    finally:
+        for owner, enter, leave in kept:
+            owner.__enter__, owner.__exit__ = enter, leave
+
+
+def stop_gradients(module: fx.GraphModule) -> None:
+    """Let no gradient pass what the model computes under ``torch.no_grad``; changes the graph of ``module``.
+
+    Where the rest of the graph uses such a result, it gets it detached. Results that depend on no parameter and on no
+    floating-point input, such as rotations by positions, are left as they are.
+    """
+    learned: set[fx.Node] = set()
+    stopped = False
+    for node in list(module.graph.nodes):
+        is_source = node.op in ("placeholder", "get_attr")
+        if _may_be_learned(node, module) if is_source else learned.intersection(node.all_input_nodes):
+            learned.add(node)
+        outside = [user for user in node.users if not _is_noted(user)]
+        if is_source or node not in learned or not outside or not _is_noted(node) or not _is_floating_point(node):
+            continue
+        with module.graph.inserting_after(node):
+            stop = module.graph.call_function(torch.ops.aten.detach.default, (node,))
+        stop.meta = {"val": node.meta["val"], _STOP: True}
+        for user in outside:
+            user.replace_input_with(node, stop)
+        stopped = True
+    if stopped:
+        module.recompile()
+
+
+def without_stops(module: fx.GraphModule) -> None:
+    """Take out what ``stop_gradients`` put into the graph of ``module``, for a model that is trained no more."""
+    for node in list(module.graph.nodes):
+        if _STOP in node.meta:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _is_noted(node: fx.Node) -> bool:
+    return bool((node.meta.get("custom") or {}).get(_KEY, False))
+
+
+def _may_be_learned(node: fx.Node, module: fx.GraphModule) -> bool:
+    if node.op == "placeholder":
+        return _is_floating_point(node)
+    path, _, name = str(node.target).rpartition(".")
+    return isinstance(getattr(module.get_submodule(path), name, None), nn.Parameter)
+
+
+def _is_floating_point(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
