@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -87,6 +88,38 @@ def test_file_appears_when_the_block_ends(tmp_path: Path) -> None:
         assert not (tmp_path / "x.bin").exists()
     assert (tmp_path / "x.bin").read_bytes() == b"1"
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+
+
+def test_what_is_written_beside_a_file_is_moved_along(tmp_path: Path) -> None:
+    """A second file, and folders in the place of empty ones; after an error neither is there."""
+    with pytest.raises(KeyboardInterrupt), new_file_atomically(tmp_path / "x") as name:
+        _fail(Path(name).write_text("1"), Path(f"{name}.data").write_text("2"))
+    assert not list(tmp_path.iterdir())
+    with new_file_atomically(tmp_path / "x") as name:
+        Path(name).write_text("1")
+        Path(f"{name}.data").write_text("2")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x": "1", "x.data": "2"}
+    (tmp_path / "folder").mkdir()
+    with new_file_atomically(tmp_path / "folder") as name:
+        Path(name).mkdir()
+        (Path(name) / "a").write_text("3")
+    assert (tmp_path / "folder" / "a").read_text() == "3"
+
+
+def test_links_and_pipes_stay(tmp_path: Path) -> None:
+    """A link is written through, with the ending that it has; names as long as the disk takes are taken."""
+    real, link, pipe = tmp_path / ("r" * 255), tmp_path / "link.bin", tmp_path / "pipe"
+    link.symlink_to(real.name)
+    for text in ("1", "2"):
+        with new_file_atomically(link) as name:
+            assert name.endswith("link.bin")
+            Path(name).write_text(text)
+        assert link.is_symlink()
+        assert real.read_text() == text
+    os.mkfifo(pipe)
+    with new_file_atomically(pipe) as name:
+        assert Path(name) == pipe
+    assert pipe.is_fifo()
 
 
 def _fail(*_: object) -> None:

@@ -264,7 +264,7 @@ def test_a_failed_checkpoint_leaves_nothing(tmp_path, monkeypatch):
     model, x = built(Mlp)
     _, ready = prepared(model, x, W8)
     with monkeypatch.context() as patched:
-        patched.setattr("bitwright.export.checkpoints.compressed_tensors.save_file", _full)
+        patched.setattr("bitwright.artifact.storage.save_file", _full)
         with pytest.raises(OSError, match="No space"):
             export_compressed_tensors(ready, tmp_path / "c")
     with pytest.raises(TypeError, match=r"config\['dtype'\] is torch\.float32"):
@@ -361,6 +361,48 @@ def test_gguf_refuses_what_it_cannot_hold_exactly(tmp_path):
             export_gguf(ready, tmp_path / "no.gguf")
     found, _ = _read(export_gguf(prepared(model, x, spec_of("int4", blocks(16)))[1], tmp_path / "a", allow_dense=True))
     assert found["up.weight"][0] == "F32"
+
+
+class Volumes(nn.Module):
+    """A convolution in three dimensions, a layer behind it, and a buffer of five dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv3d(1, 2, 2, bias=False), nn.Linear(32, 8)
+        self.register_buffer("table", torch.zeros(1, 1, 1, 1, 32))
+
+    def forward(self, x):
+        return self.fc(self.conv(x) + self.table)
+
+
+def test_gguf_refuses_what_llama_cpp_cannot_open(tmp_path):
+    """ggml.h: GGML_MAX_DIMS is 4, GGML_MAX_NAME 64 with the zero; the plan foresees the weight."""
+    pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    model, x = Volumes().eval(), torch.randn(1, 1, 3, 3, 33)
+    quantizer, ready = prepared(model, x, W8)
+    with pytest.raises(ValueError, match=r"llama\.cpp could not open") as raised:
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, allow_dense=True)
+    lines = str(raised.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == ["conv.weight", "table"]
+    assert all("it has 5 dimensions, and ggml takes 4" in line for line in lines)
+    assert not list(tmp_path.iterdir())
+    problems = Quantizer(model, quantizer._config).plan((x,), target="gguf").problems
+    assert any(problem.where == "conv.weight" and "5 dimensions" in problem.message for problem in problems)
+
+
+def test_gguf_takes_names_of_63_bytes(tmp_path):
+    """In UTF-8, and after they were renamed."""
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    names = {"up.weight": "ü" * 31 + "x", "up.bias": "b" * 63}
+    path = export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: names.get(name, name))
+    assert set(names.values()) <= set(_read(path)[0])
+    names = {"up.weight": "ü" * 32, "up.bias": "b" * 64}
+    with pytest.raises(ValueError, match=r"up\.weight: its name .* 64 bytes(.|\n)*up\.bias: its name .*rename="):
+        export_gguf(ready, tmp_path / "n.gguf", round_scales=True, rename=lambda name: names.get(name, name))
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_gguf_with_rounded_scales(tmp_path):

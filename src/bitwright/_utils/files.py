@@ -8,14 +8,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["make_empty_directory", "new_directory_atomically", "new_file_atomically", "write_text_atomically"]
+__all__ = [
+    "make_empty_directory", "new_directory_atomically", "new_file_atomically", "refuse_full", "write_text_atomically",
+]  # fmt: skip
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
     """Write UTF-8 text to a file beside ``path``, then put it in its place; folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=_prefix(target), suffix=".part", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -40,11 +42,11 @@ def new_directory_atomically(path: str | Path) -> Iterator[Path]:
         NotADirectoryError: ``path`` is a file.
         FileExistsError: it is a folder that is not empty.
     """
-    _refuse_full(Path(path))
+    refuse_full(Path(path))
     target = _followed(Path(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     there = target.exists()
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target if there else target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target if there else target.parent) as scratch:
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
@@ -62,7 +64,7 @@ def make_empty_directory(folder: Path) -> None:
         NotADirectoryError: the path is a file.
         FileExistsError: the folder holds something.
     """
-    _refuse_full(folder)
+    refuse_full(folder)
     _followed(folder).mkdir(parents=True, exist_ok=True)
 
 
@@ -71,13 +73,24 @@ def _followed(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def _refuse_full(folder: Path) -> None:
+def refuse_full(folder: Path) -> None:
+    """Refuse a path that a new folder cannot take.
+
+    Raises:
+        NotADirectoryError: it is a file.
+        FileExistsError: it is a folder that is not empty.
+    """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; give a folder that is empty or does not exist.")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
             f"{str(folder)!r} exists already and is not empty; give a folder that is empty or does not exist."
         )
+
+
+def _prefix(target: Path) -> str:
+    """How names beside a target begin: cut, because file systems take 255 bytes."""
+    return f".{target.name[:50]}."
 
 
 def _umask() -> int:
@@ -90,11 +103,18 @@ def _umask() -> int:
 def new_file_atomically(path: str | Path) -> Iterator[str]:
     """Give the name of a file to write, which becomes ``path`` if the block ends well and is removed if it does not.
 
-    The name ends as ``path`` does.
+    The name ends as ``path`` does. What is written beside it, as large ONNX models do, is moved along. It may also be a
+    folder, which takes the place of an empty one. A link stays: what it points to is replaced.
     """
-    target = Path(path)
+    target = _followed(Path(path))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        yield str(path)  # a device or a pipe, which has no content to keep
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        part = Path(scratch) / target.name
+    with tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target.parent) as scratch:
+        part = Path(scratch) / Path(path).name
         yield str(part)
+        for beside in Path(scratch).iterdir():
+            if beside != part:
+                os.replace(beside, target.parent / beside.name)
         os.replace(part, target)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from .layouts import ActivationLayout, TensorLayout
 from .manifest import FileEntry, Manifest, StoredActivation, StoredTensor
 from .tensors import CompressedTensor, build_tensor
 
-__all__ = ["DEFAULT_SHARD_BYTES", "StoredFiles", "StoredTensors", "TensorWriter", "file_sizes", "read_activations"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES", "StoredFiles", "StoredTensors", "TensorWriter", "file_sizes", "read_activations",
+    "write_tensors",
+]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +35,8 @@ DEFAULT_SHARD_BYTES = 1 << 28
 _OPEN_FILES = 4
 """Files that stay open. In the order of a model's modules, compressed tensors and others are read from one file each;
 a file that is open counts as memory of the process, so not all may be."""
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -88,6 +94,21 @@ def _header_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> i
     return 8 + -(-len(text) // 8) * 8
 
 
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; safetensors has an error of its own for that, with the number in its words.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
 class TensorWriter:
     """Writes tensors to numbered safetensors files; holds no more than one file's worth of them.
 
@@ -117,7 +138,7 @@ class TensorWriter:
         if not self._pending:
             return
         path = self._directory / f"tensors-{len(self.files) + 1:05d}.safetensors"
-        save_file(_unshared(self._pending), path)
+        write_tensors(_unshared(self._pending), path)
         size, digest = _hash_file(path)
         self.files.append(FileEntry(name=path.name, nbytes=size, sha256=digest))
         self._pending, self._pending_bytes = {}, 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.errors import PlanError
 
 from .loading import Recipe, load_data, load_model, load_recipe
@@ -141,12 +140,8 @@ def _write_atomically(output: Path, write: Any) -> None:
         if any(output.iterdir()):
             raise FileExistsError(f"{str(output)!r} exists already; give a path that is free.")
         output.rmdir()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
-        part = Path(scratch) / output.name
-        write(part)
-        for beside in sorted(Path(scratch).iterdir()):  # large ONNX models have a second file
-            os.replace(beside, output.parent / beside.name)
+    with new_file_atomically(output) as part:
+        write(Path(part))
 
 
 def _export_finalized(
@@ -154,7 +149,6 @@ def _export_finalized(
 ) -> None:
     import torch
 
-    from bitwright._utils.files import new_file_atomically
     from bitwright.inspection import apply_configs
     from bitwright.inspection._batches import inputs_of
     from bitwright.program.exporting import exported
@@ -166,17 +160,17 @@ def _export_finalized(
         say("exporting")
         with torch.no_grad():
             program = exported(finalized.eval(), example.args, dict(example.kwargs))
-        with new_file_atomically(output) as part:
-            _save_program(program, part)
+        _save_program(program, output)
     out.say(f"saved: {output}")
 
 
-def _save_program(program: Any, path: str) -> None:
-    import torch
+def _save_program(program: Any, path: Path) -> None:
     from torch._export.serde.serialize import SerializeError
 
+    from bitwright.export.torch_program import save_program
+
     try:
-        torch.export.save(program, path)
+        save_program(program, path)
     except SerializeError as error:
         raise CommandError(
             "torch.export cannot write activations as Core ML takes them to a .pt2 file; write a .mlpackage, which "

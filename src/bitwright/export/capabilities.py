@@ -208,10 +208,13 @@ def _compressed_tensors_weight(tensor: CompressedTensor[Any], linear: bool) -> S
 
 
 def _gguf_weight(tensor: CompressedTensor[Any], linear: bool) -> Support:
-    from .checkpoints.gguf import type_of
+    from .checkpoints.gguf import too_many_dimensions, type_of
 
     kind, problem = type_of(tensor, True)
-    return Support(Form.PACKED) if kind else Support(Form.REFUSED, problem or "no type of ggml holds it")
+    problem = too_many_dimensions(tensor.layout.shape) or problem
+    if kind and problem is None:
+        return Support(Form.PACKED)
+    return Support(Form.REFUSED, problem or "no type of ggml holds it")
 
 
 _WEIGHTS = {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import io
 import itertools
+import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -46,6 +49,13 @@ _PREPARED_REMEDY = (
     "Give the exporter the prepared model; for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
 )
 _FINALIZED_REMEDY = f"It was finalized for Core AI, whose operators no other target has. {_PREPARED_REMEDY}"
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+_OF_THE_DISK = {
+    getattr(errno, name)
+    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOSPC", "EPERM", "EROFS")
+    if hasattr(errno, name)  # not every system has all of them
+}
+"""Errors of files that cannot be written, whatever the model."""
 _GROUPED_EXPERTS = ("grouped_mm", "histc")  # ops by which transformers sorts tokens by expert
 
 
@@ -73,6 +83,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
 
     Raises:
         ConversionError: the block raised anything but an error of Bitwright or an ``ImportError``.
+        OSError: a file cannot be written, for the disk is full for example.
         BitwrightWarning: the user has such warnings raised.
     """
     try:
@@ -83,6 +94,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
     except (BitwrightError, BitwrightWarning, ImportError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
+        _raise_of_the_disk(error)
         unknown = next(filter(None, map(unknown_class, _chain(error))), None)
         if unknown is not None:
             raise ConversionError(str(unknown)) from error
@@ -92,6 +104,16 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         message = f"{converter} cannot take this model: {_words(error)}{where}. {advice}"
         problem = Problem("target", place or "the model itself", message, Severity.ERROR)
         raise ConversionError(message, (problem,)) from error
+
+
+def _raise_of_the_disk(error: Exception) -> None:
+    """Raise an error of a file that cannot be written as what it is."""
+    if isinstance(error, shutil.Error):  # of a folder that was copied: it has the numbers in its words only
+        number = _NUMBER.search(str(error))
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        raise error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch._decomp import decomposition_table
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.common import ExportBackend
 
 from .attention import zero_where_nothing_is_seen
@@ -83,6 +85,7 @@ def export_coreai(
         NotImplementedError: activations whose parameters are computed at run time.
         ConversionError: torch.export or coreai-torch cannot take the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the folder cannot be written.
     """
     target = Path(path)
     if target.exists():
@@ -99,9 +102,18 @@ def export_coreai(
         converted = _converted(program)
         if hasattr(converted, "optimize"):
             converted.optimize()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        converted.save_asset(target)
+    with new_file_atomically(target) as part, converting("coreai-torch"):
+        _try_to_write(converted, Path(part).with_suffix(".try"))
+        converted.save_asset(Path(part))
     return target
+
+
+def _try_to_write(converted: Any, path: Path) -> None:
+    """Raise an ``OSError`` where the disk has no room for a program: LLVM's own writer ends the process there."""
+    bytecode = io.BytesIO()
+    converted._module._mlir_module.operation.write_bytecode(bytecode)
+    path.write_bytes(bytecode.getbuffer())
+    path.unlink()
 
 
 def check_coreai_operators(program: torch.export.ExportedProgram) -> None:

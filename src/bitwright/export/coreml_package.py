@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from bitwright.artifact.artifact import make_empty_directory
+from bitwright._utils.files import new_file_atomically, refuse_full
 from bitwright.common import CoreMLExportError, ExportBackend
 from bitwright.program.graph import plain_attention
 from bitwright.program.protect import preserved_state
@@ -67,6 +67,7 @@ def export_coreml(
         NotImplementedError: activations whose parameters are computed at run time.
         ConversionError: torch cannot trace the model, or coremltools cannot take it.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the folder cannot be written.
     """
     if precision not in ("float16", "float32"):
         raise ValueError(f"precision must be 'float16' or 'float32', got {precision!r}.")
@@ -78,8 +79,7 @@ def export_coreml(
     finalized = _Flat(_in_float32(finalized_copy(model, ExportBackend.CoreML)), example_inputs, kwargs)
     inputs = finalized.inputs()
     target = Path(path)
-    make_empty_directory(target)
-    target.rmdir()
+    refuse_full(target)
     traced = _traced(finalized, inputs)
     refuse_missing("coremltools", _missing(coremltools, traced, inputs))
     with converting("coremltools"):
@@ -92,7 +92,8 @@ def export_coreml(
             compute_precision=coremltools.precision.FLOAT16 if half else coremltools.precision.FLOAT32,
             skip_model_load=True,
         )
-        package.save(str(target))
+    with new_file_atomically(target) as part, converting("coremltools"):
+        package.save(part)
     return target
 
 

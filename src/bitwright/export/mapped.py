@@ -8,10 +8,11 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from bitwright._utils.files import make_empty_directory
+from bitwright.artifact.storage import write_tensors
 
 __all__ = ["MappedFiles"]
 
@@ -40,6 +41,7 @@ class MappedFiles:
                 "Move it with model.cpu() first."
             )
         self._directory = Path(directory)
+        self._made = not self._directory.exists()
         make_empty_directory(self._directory)
         self._written: list[Path] = []
         self._taken: set[str] = set()
@@ -61,7 +63,7 @@ class MappedFiles:
         """
         path = self._directory / f"{self._file_name(name)}.safetensors"
         self._written.append(path)
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, str(path))
+        write_tensors({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, path)
         mapped: dict[str, torch.Tensor] = load_file(str(path))
         return mapped
 
@@ -73,11 +75,13 @@ class MappedFiles:
         return free
 
     def discard(self) -> None:
-        """Delete what was written."""
+        """Delete what was written, and the folder if it was not there before."""
         for path in self._written:
             path.unlink(missing_ok=True)
         self._written.clear()
         self._taken.clear()
+        if self._made:
+            self._directory.resolve().rmdir()  # a link stays
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Mapping, Sequence
 from keyword import iskeyword
@@ -13,6 +14,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.artifact import CompressedTensor, PackedTensor
 from bitwright.artifact.sites import simulators_in
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -22,7 +24,10 @@ from .averages import average_in_order
 from .conversion import ConversionError, captured, converting
 from .lowering import lower
 
-__all__ = ["export_aot_inductor", "export_torch", "has_compiler", "packed_copy", "run_aot_inductor", "run_torch"]
+__all__ = [
+    "export_aot_inductor", "export_torch", "has_compiler", "packed_copy", "run_aot_inductor", "run_torch",
+    "save_program",
+]  # fmt: skip
 
 # Where an op came from in the Python code: most of the bytes of a small program.
 _TRACES = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
@@ -76,6 +81,7 @@ def export_torch(
     Raises:
         ConversionError: torch.export cannot capture or write the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the file cannot be written; an old one stays.
     """
     program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
     _refuse_keywords(program)
@@ -84,9 +90,24 @@ def export_torch(
         for key in _TRACES:
             node.meta.pop(key, None)
     with converting("torch.export.save"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        torch.export.save(program, target)
+        save_program(program, target)
     return target
+
+
+def save_program(program: torch.export.ExportedProgram, path: str | Path) -> None:
+    """Write an exported program by ``torch.export.save``; an error leaves the old file, or none.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    buffer = io.BytesIO()  # to a file that cannot grow, torch's writer ends the process
+    torch.export.save(program, buffer)
+    _write(buffer, path)
+
+
+def _write(buffer: io.BytesIO, path: str | Path) -> None:
+    with new_file_atomically(path) as part:
+        Path(part).write_bytes(buffer.getbuffer())
 
 
 def _refuse_keywords(program: torch.export.ExportedProgram) -> None:
@@ -146,14 +167,16 @@ def export_aot_inductor(
     Raises:
         ConversionError: there is no C++ compiler, or torch cannot capture or compile the model.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the file cannot be written; an old one stays.
     """
     if not has_compiler():
         raise ConversionError("AOTInductor needs a C++ compiler, and neither g++ nor clang++ is there; install one.")
     program, target = captured(packed_copy(model), example_inputs, example_kwargs, dynamic_shapes), Path(path)
     average_in_order(program)
+    buffer = io.BytesIO()
     with converting("AOTInductor"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(target.absolute()))
+        torch._inductor.aoti_compile_and_package(program, package_path=buffer)
+    _write(buffer, target)
     return target
 
 

@@ -28,6 +28,8 @@ def float_copy(model: nn.Module) -> nn.Module:
         return _float_graph(model)
     twin = shared_copy(model).eval()
     for site in weight_sites(twin, strict=False):
+        if site.is_packed:  # there is no float weight below
+            continue
         for path, attribute in site.owners:
             clear_parametrization(twin.get_submodule(path), attribute)
     replace_modules(twin, {simulator: nn.Identity() for simulator in activation_simulators(twin).values()})

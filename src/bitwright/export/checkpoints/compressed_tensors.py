@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from bitwright._utils.files import new_directory_atomically
 from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
+from bitwright.artifact.storage import write_tensors
 from bitwright.formats import pack
 
 from .integers import signed_codes
@@ -100,7 +100,8 @@ def export_compressed_tensors(
     described["quantization_config"] = _quantization_config(list(schemes.values()), ignored)
     text = _json(described)
     with new_directory_atomically(directory) as folder:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_tensors(contiguous, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(text)
     return Path(directory)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from bitwright.formats import encode
 
 from .source import artifact_of_weights
 
-__all__ = ["export_gguf", "type_of"]
+__all__ = ["export_gguf", "too_many_dimensions", "type_of"]
 
 BLOCK = 32
+
+_MAX_DIMENSIONS, _MAX_NAME_BYTES = 4, 63
+"""What ggml.h allows: GGML_MAX_DIMS, and GGML_MAX_NAME less the zero at the end. Readers refuse files with more."""
 
 _FP4 = "float4_e2m1fn_x2"
 _SIGNED = (("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 128))
@@ -78,8 +81,8 @@ def export_gguf(
 
     Raises:
         MissingExtraError: the gguf library is not installed.
-        ValueError: activations are quantized, or a tensor cannot be held, which no option changes for complex numbers
-            and uint64; lists all of them.
+        ValueError: activations are quantized, or a tensor cannot be held, which no option changes for complex numbers,
+            uint64 and more than four dimensions; or a name is longer than 63 bytes. Lists all of them.
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
     """
     gguf = require("gguf", "gguf", "Export to GGUF")
@@ -89,10 +92,13 @@ def export_gguf(
             f"GGUF holds weights only, but {len(artifact.activations)} activations are quantized, such as "
             f"{next(iter(artifact.activations))!r}. Prepare with op_input_spec=None and op_output_spec=None."
         )
+    names = {name: rename(name) if rename else name for name in artifact}
     encoded: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
     refused, without_type = [], []
-    for name in artifact:
+    unreadable: list[str] = []
+    for name, stored in names.items():
         tensor = artifact[name]
+        unreadable += _unreadable(name, stored, tensor.layout.shape)
         kind, problem = type_of(tensor, round_scales)
         if problem and not allow_dense:
             refused.append(f"{name}: {problem}")
@@ -100,6 +106,8 @@ def export_gguf(
             without_type.append(f"{name}: {str(tensor.dtype).removeprefix('torch.')}")
             continue
         encoded[name] = (kind, _ENCODERS[kind](tensor) if kind else _dense(tensor.decode()))
+    if unreadable:
+        raise ValueError("\n  ".join(["llama.cpp could not open a GGUF file with these tensors:", *unreadable]))
     if without_type:
         raise ValueError(
             f"GGUF has no type for the numbers of {', '.join(without_type)}; store them as real or signed numbers, or "
@@ -113,13 +121,26 @@ def export_gguf(
         for key, value in (metadata or {}).items():
             writer.add_key_value(key, value, _value_type(gguf, value))
         for name, (kind, array) in encoded.items():
-            stored = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
-            writer.add_tensor(rename(name) if rename else name, array, raw_dtype=stored)
+            type_there = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
+            writer.add_tensor(names[name], array, raw_dtype=type_there)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
     return Path(path)
+
+
+def _unreadable(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """Yield what would keep llama.cpp from opening a file with a tensor, by the tensor's name in the model."""
+    if problem := too_many_dimensions(shape):
+        yield f"{name}: {problem}; store it with fewer, or register a buffer with persistent=False"
+    if (length := len(stored.encode())) > _MAX_NAME_BYTES:
+        yield f"{name}: its name {stored!r} has {length} bytes, and ggml takes {_MAX_NAME_BYTES}; shorten it by rename="
+
+
+def too_many_dimensions(shape: tuple[int, ...]) -> str | None:
+    """Return what is wrong with a tensor of this shape; None if it has no more dimensions than ggml takes."""
+    return f"it has {len(shape)} dimensions, and ggml takes {_MAX_DIMENSIONS}" if len(shape) > _MAX_DIMENSIONS else None
 
 
 def _value_type(gguf: Any, value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._decomp import core_aten_decompositions
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.artifact import CompressedTensor
 from bitwright.artifact.sites import activation_simulators
 from bitwright.export.complex_numbers import calls_on_complex_numbers, without_complex_numbers
@@ -109,12 +110,11 @@ def export_executorch(
         ConversionError: torch.export or ExecuTorch cannot take the model, or it convolves in three dimensions
             whose depth is dynamic.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the file cannot be written; an old one stays.
     """
     _require_executorch()
     model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     simulators = list(activation_simulators(model).values())
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     ways: tuple[_Way, ...] = (
         ("int8 weights, whole sub-graphs for XNNPACK", int8_weight, {}),
         ("int8 weights, single ops for XNNPACK", int8_weight, {"per_op_mode": True}),
@@ -127,16 +127,17 @@ def export_executorch(
             program, by_codes = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
             others = only_tensors((example_inputs, example_kwargs)) if dynamic_shapes else None
             with converting("ExecuTorch"):
-                target.write_bytes(_lowered(program, [] if options is None else _partitioners(by_codes, **options)))
-                check(target, program, others, 60 if exact else 15)
+                lowered = _lowered(program, [] if options is None else _partitioners(by_codes, **options))
+            with new_file_atomically(path) as part, converting("ExecuTorch"):
+                Path(part).write_bytes(lowered)
+                check(Path(part), program, others, 60 if exact else 15)
         except ConversionError as error:
-            target.unlink(missing_ok=True)
             if number + 1 == len(ways):
                 raise
             _logger.warning("%s did not work (%s); next: %s.", what, error, ways[number + 1][0])
         else:
             break
-    return target
+    return Path(path)
 
 
 def _program(
@@ -305,7 +306,9 @@ def _lowered(program: torch.export.ExportedProgram, partitioners: list[Any]) -> 
     with less_repetition():
         edge = exir.to_edge_transform_and_lower(program, partitioner=partitioners)
         _keep_states(edge.exported_program())
-        content: bytes = edge.to_executorch().buffer
+        # Views of the inputs of a branch are left without memory: those of programs with branches become copies.
+        branches = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
+        content: bytes = edge.to_executorch(exir.ExecutorchBackendConfig(remove_view_copy=not branches)).buffer
     return content
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from bitwright._utils.files import new_file_atomically
 from bitwright.artifact import QuantizedTensor
 from bitwright.export.arithmetic import arithmetic_activation
 from bitwright.export.conversion import converting
@@ -94,6 +95,7 @@ def export_onnx(
         ConversionError: torch's exporter cannot take the model.
         TypeError: ``example_inputs`` is no tuple.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
+        OSError: the file cannot be written; an old one stays.
     """
     _check_arguments(example_inputs, int4, integer_kernels)
     model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
@@ -231,7 +233,6 @@ def _drop_metadata(model: Any) -> None:
 
 
 def _save(program: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with converting("torch.onnx.export"):
-        program.save(str(path))
+    with new_file_atomically(path) as part, converting("torch.onnx.export"):
+        program.save(part)
     return path
