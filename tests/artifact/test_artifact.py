@@ -174,6 +174,68 @@ def test_packed_model_on_the_meta_device():
     assert torch.equal(model(TOKENS), prepared(TOKENS))
 
 
+class Recurrent(nn.Module):
+    """An LSTM, whose weights PyTorch lists once more, beside what ``Net`` has."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.lstm = Net(), nn.LSTM(16, 5)
+        self.register_buffer("counts", torch.arange(3))
+
+    def forward(self, tokens):
+        return self.lstm(self.net(tokens))[0] + self.counts.sum()
+
+
+@pytest.mark.parametrize("method", ["load_into", "packed_model"])
+@pytest.mark.parametrize("compressed", [True, False])
+@torch.no_grad()
+def test_a_model_on_the_meta_device_is_filled(method, compressed):
+    """Every parameter has numbers then, in the dtype and with the ties that it had; so do buffers."""
+    torch.manual_seed(0)
+    net = Recurrent().eval()
+    net.lstm.weight_hh_l0.requires_grad_(False)
+    config = QuantizerConfig.presets.w4(execution_mode="eager")
+    prepared = Quantizer(copy.deepcopy(net), config).prepare((TOKENS,)) if compressed else net
+    artifact = Artifact.from_model(prepared)
+    with torch.device("meta"):
+        empty = Recurrent().eval()
+    empty.lstm.weight_hh_l0.requires_grad_(False)
+    model = getattr(artifact, method)(empty)
+    model.net.scratch = torch.zeros(3)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert torch.equal(model(TOKENS), getattr(artifact, method)(copy.deepcopy(net))(TOKENS))
+    if method == "load_into" or not compressed:
+        assert model.net.head.weight is model.net.embed.weight
+        grads = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        assert grads == {name: parameter.requires_grad for name, parameter in net.named_parameters()}
+    half = getattr(artifact, method)(Recurrent().half().to("meta"))
+    assert half.lstm.bias_ih_l0.dtype == half.net.fc.weight.dtype == torch.float16
+    assert half.counts.dtype == torch.int64
+
+
+def test_the_artifact_stays_when_the_model_goes_on():
+    """Neither training nor what is done to a model that it was loaded into changes it."""
+    prepared, original, _ = prepared_net()
+    artifact = Artifact.from_model(prepared)
+    expected = {name: artifact.decode(name).clone() for name in artifact}
+    with torch.no_grad():
+        for tensor in (*prepared.parameters(), *prepared.buffers()):
+            tensor.zero_()
+        for tensor in artifact.load_into(original).parameters():
+            tensor.zero_()
+    assert all(torch.equal(artifact.decode(name), value) for name, value in expected.items())
+
+
+def test_names_that_no_file_can_hold_are_refused(tmp_path):
+    """A lone surrogate, which file names of another encoding become; nothing is written."""
+    net = nn.Sequential()
+    net.add_module("fc\udcff", nn.Linear(2, 2))
+    artifact = Artifact.from_model(net)
+    with pytest.raises(ArtifactError, match=r"lone surrogates: 'fc\\udcff\.weight', .*[Rr]ename"):
+        artifact.save(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_pack_model_keeps_activation_simulators():
     """A prepared W4A8 model computes the same after its weights were packed."""
     prepared, _, _ = prepared_net(activations=True)

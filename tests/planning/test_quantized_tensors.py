@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from bitwright.artifact import Artifact, ArtifactError
+from bitwright.export.torch_program import packed_copy
 from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -97,6 +99,31 @@ def test_they_are_refused_by_name(compressor: Any, config: Any, quantize: Any) -
             getattr(compressor(model, config()), action)(EXAMPLE)
     assert not any(hasattr(module, "parametrizations") for module in model.modules())
     assert torch.equal(model(*EXAMPLE), before)
+
+
+@every_compressor
+def test_packed_weights_are_refused_by_name(compressor: Any, config: Any) -> None:
+    """By ``plan`` and ``prepare``; what the message says helps, and packed modules that are left out stay packed."""
+    float_model = three_layers(lambda layer: None)
+    w4 = QuantizerConfig.presets.w4(execution_mode="eager").set_module_name("4", None)
+    model = Artifact.from_model(Quantizer(copy.deepcopy(float_model), w4).prepare(EXAMPLE)).packed_model(float_model)
+    before, packed = model(*EXAMPLE), {*model.state_dict()}
+    match = rf"{compressor.__name__}.*are packed: '0\.weight', '2\.weight'\. .*load_into\(float_model\)"
+    for action in ("plan", "prepare"):
+        with pytest.raises(ValueError, match=match):
+            getattr(compressor(model, config()), action)(EXAMPLE)
+    assert {*model.state_dict()} == packed
+    assert torch.equal(model(*EXAMPLE), before)
+    filled = Artifact.from_model(model).load_into(three_layers(lambda layer: None))
+    assert "0.weight" in {row.tensor for row in compressor(filled, config()).plan(EXAMPLE).rows}
+    prepared = compressor(model, config().set_module_name("[02]", None)).prepare(EXAMPLE)
+    assert prepared(*EXAMPLE).isfinite().all()
+
+
+def test_a_graph_whose_weights_were_packed_is_refused() -> None:
+    graph = Quantizer(three_layers(lambda layer: None), QuantizerConfig.presets.w8()).prepare(EXAMPLE).eval()
+    with pytest.raises(ValueError, match="are packed: 'bitwright_weight_0'"):
+        Quantizer(packed_copy(graph), QuantizerConfig.presets.w4(execution_mode="eager")).plan(EXAMPLE)
 
 
 @every_compressor

@@ -20,6 +20,7 @@ from bitwright.config.spec import CompressionSimulatorBase
 
 from .adapter_merging import is_merging, is_unloading, peft_is_in_use
 from .call_frames import shielded, thread_frames
+from .packed_weights import is_packed, refuse_merge, refuse_write
 from .weight_writes import notice_read, places_seen
 
 __all__ = ["clear_parametrization", "order_before", "original_tensor", "own_parametrizations", "parametrize_tensor"]
@@ -129,12 +130,16 @@ def _quicken(module: nn.Module, name: str) -> None:
         chain: Any = parametrizations._modules[name]
         simulators, original = chain._modules, chain._parameters.get("original")
         if peft_is_in_use() and original is not None and is_merging(sys._getframe(1)):
+            if is_packed(simulators.values()):
+                refuse_merge(_in_words(self, name))
             return _handed_out(original, simulators.values())
         if not is_dynamo_compiling():
             caller = sys._getframe(1)
             code = caller.f_code
-            if code is not own_forward and (id(code), caller.f_lasti) not in places_seen:
-                notice_read(caller, self, name)
+            if code is not own_forward:
+                seen = places_seen.get((id(code), caller.f_lasti))
+                if seen is None or (seen[1] and is_packed(simulators.values())):
+                    notice_read(caller, self, name)
         plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
         if not plain or chain._forward_hooks or chain._forward_pre_hooks:
             run, arguments = generic_read, (self,)
@@ -145,10 +150,17 @@ def _quicken(module: nn.Module, name: str) -> None:
         return tensor
 
     def write(self: nn.Module, value: Any) -> None:
-        if not (peft_is_in_use() and is_unloading(sys._getframe(2))):  # behind nn.Module.__setattr__
-            generic_write(self, value)
+        if peft_is_in_use() and is_unloading(sys._getframe(2)):  # behind nn.Module.__setattr__
+            return
+        if is_packed(own_parametrizations(self).get(name)):
+            refuse_write(_in_words(self, name))
+        generic_write(self, value)
 
     setattr(cls, name, property(read, write, generic.fdel))
+
+
+def _in_words(module: nn.Module, name: str) -> str:
+    return f"{name!r} of the {_plain_class(module).__name__}"
 
 
 def _plain_class(module: nn.Module) -> Any:
@@ -172,8 +184,10 @@ def _handed_out(original: torch.Tensor, simulators: Iterable[Any]) -> torch.Tens
 
 
 def _register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one."""
+    """Take ``layer.weight = nn.Parameter(...)`` of a simulated weight for the dense one; a packed one has none."""
     parametrizations = self._modules.get("parametrizations")
+    if is_packed(own_parametrizations(self).get(name.removesuffix("_orig"))):  # whither torch.nn.utils.prune moves it
+        refuse_write(_in_words(self, name.removesuffix("_orig")))
     if parametrizations is None or parameter is None or name not in parametrizations._modules:
         _plain_class(self).register_parameter(self, name, parameter)
         return

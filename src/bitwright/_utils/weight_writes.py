@@ -12,17 +12,21 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 from torch import nn
 
 from bitwright.errors import BitwrightWarning
 
-__all__ = ["next_write", "notice_read", "places_seen"]
+from .packed_weights import is_packed, refuse_write
 
-#: Places that were looked at, with their code, which so keeps its ``id``.
-places_seen: dict[tuple[int, int], CodeType] = {}
+__all__ = ["NO_WRITES", "next_write", "notice_read", "places_seen"]
+
+#: Places that were looked at, with their code, which so keeps its ``id``, and whether they write.
+places_seen: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 _MOST_PLACES = 1 << 16
-_NO_WRITES = frozenset({"requires_grad_", "share_memory_", "rename_"})
+#: Methods of a tensor whose names end with "_" though they leave its numbers alone.
+NO_WRITES = frozenset({"requires_grad_", "share_memory_", "rename_"})
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"})
 _METHODS = ("LOAD_ATTR", "LOAD_METHOD")
 _KEY_PARTS = ("LOAD_", "BUILD_", "UNARY_", "BINARY_")
@@ -30,15 +34,24 @@ _STORES = {"STORE_SUBSCR": 1, "STORE_SLICE": 2}
 
 
 def notice_read(caller: FrameType, module: nn.Module, name: str) -> None:
-    """Warn if the code that reads ``module.<name>`` writes to what it gets; looks at each place once."""
+    """Warn if the code that reads ``module.<name>`` writes to what it gets.
+
+    To be called once for each place; for packed weights wherever ``places_seen`` says that the code writes.
+
+    Raises:
+        PackedWeightError: the code writes to a weight that is packed.
+    """
     code, offset = caller.f_code, caller.f_lasti
+    write = next_write(code, offset)
+    layer = f"the {type(module).__bases__[0].__name__}"
+    chains: Any = module._modules["parametrizations"]
+    if write is not None and is_packed(chains._modules[name]):
+        refuse_write(f"{name!r} of {layer}")
     if len(places_seen) >= _MOST_PLACES:
         places_seen.clear()
-    places_seen[id(code), offset] = code
-    write = next_write(code, offset)
+    places_seen[id(code), offset] = code, write is not None
     if write is None:
         return
-    layer = f"the {type(module).__bases__[0].__name__}"
     depth = 1
     while sys._getframe(depth) is not caller:
         depth += 1
@@ -65,7 +78,7 @@ def next_write(code: CodeType, offset: int) -> str | None:
     while behind and behind[0].opname in _METHODS:
         name, behind = str(behind[0].argval), behind[1:]
         if name.endswith("_") and not name.endswith("__"):
-            return None if name in _NO_WRITES else f"{way}.{name}()"
+            return None if name in NO_WRITES else f"{way}.{name}()"
         if name == "detach" and behind and behind[0].opname == "CALL" and behind[0].arg == 0:
             name, behind = "detach()", behind[1:]
         elif name != "data":

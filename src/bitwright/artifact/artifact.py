@@ -13,6 +13,7 @@ from torch import fx, nn
 from bitwright._utils.files import make_empty_directory, new_directory_atomically
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
 from bitwright._utils.own_states import asks_for_states, list_own_states
+from bitwright._utils.packed_weights import PackedWeight
 
 from .activations import QuantizedActivation
 from .compress import compress_tensor
@@ -71,7 +72,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
 
         Args:
             model: a model that a compressor prepared, eager or graph. It is not changed. In a graph, batch norms that
-                were folded are part of the weights.
+                were folded are part of the weights. Those of an eager model may be packed already, as by
+                :meth:`packed_model`; their codes are taken as they are.
             config: the compressor's configuration, kept for the record: an object with ``to_dict`` or ``model_dump``,
                 or JSON-compatible data.
             plan: the plan, likewise.
@@ -80,11 +82,13 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
 
         Raises:
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
-                not calibrated. The message names it. Or the model was finalized for a backend.
+                not calibrated. The message names it. Or the model was finalized for a backend, or is a graph whose
+                weights were packed.
         """
         target = finalized_for(model)
         if target is not None:
             raise ArtifactError(f"{finalized_words(target)} Make the artifact of the prepared model.")
+        _check_unpacked_graphs(model)
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges = graph_tensors(model)
             return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))
@@ -140,7 +144,9 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Raises:
             NotADirectoryError: ``directory`` is a file.
             FileExistsError: it is not empty.
+            ArtifactError: a name has no form in UTF-8.
         """
+        _check_encodable([*self._tensors, *self.aliases, *self.activations])
         with new_directory_atomically(directory) as folder:
             self._write(folder, shard_bytes)
 
@@ -210,7 +216,9 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
 
         Args:
             model: a model with the parameters and buffers that the artifact names. Changed in place; tensors keep their
-                dtype. Batch norms that graph mode folded into the artifact's weights are replaced by ``nn.Identity``.
+                dtype. Those on the meta device are replaced by ones on the CPU; buffers there that no state dict holds
+                (``persistent=False``) stay and want values before it runs. Batch norms that graph mode folded into the
+                artifact's weights are replaced by ``nn.Identity``.
 
         Returns:
             ``model``.
@@ -220,13 +228,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 dtype holds other kinds of numbers (real for complex ones, integers for fractions), elements of a
                 tensor share memory, or a stored tensor cannot be read. The model is unchanged then.
         """
-        written = set()
-        with torch.no_grad():
-            for name, target in self._fitting_state(model).items():
-                place = id(target), self.aliases.get(name, name)
-                if place not in written:
-                    target.copy_(self.decode(name))
-                written.add(place)
+        self._fitting_state(model)
+        fill = _Filler(self)
+        for name, owner, attribute in list(_owners_in(model)):
+            fill(owner, attribute, name)
         return model
 
     def packed_model(self, model: nn.Module) -> nn.Module:
@@ -245,7 +250,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """
         from .packed import pack_tensor
 
-        targets = self._fitting_state(model)
+        targets, fill = self._fitting_state(model), _Filler(self)
         packed, done = set(self.compressed), set()
         modules: dict[tuple[str, torch.dtype], nn.Module] = {}
         for name, target in targets.items():
@@ -259,7 +264,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 key = stored, target.dtype
                 modules[key] = pack_tensor(owner, attribute, self[stored], modules.get(key), target.dtype)
             else:
-                _assign(owner, attribute, self.decode(stored))
+                fill(owner, attribute, name)
         list_own_states(model.modules(), [module for module in model.modules() if asks_for_states(module)])
         return model.eval()
 
@@ -298,6 +303,26 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 self._tensors[name]
         folded.apply(model)
         return dict(_state_of(model))
+
+
+def _check_unpacked_graphs(model: nn.Module) -> None:
+    """Refuse graphs that call what holds the codes of a weight: the names of the weights are gone."""
+    graphs = [module for module in model.modules() if isinstance(module, fx.GraphModule)]
+    packed = [name for graph in graphs for name, child in graph._modules.items() if isinstance(child, PackedWeight)]
+    if packed:
+        raise ArtifactError(
+            f"The weights of this graph were packed, and their names are gone: {', '.join(packed[:10])}. Make the "
+            "artifact of the prepared graph."
+        )
+
+
+def _check_encodable(names: list[str]) -> None:
+    wrong = [name for name in names if name != name.encode(errors="replace").decode()]
+    if wrong:
+        raise ArtifactError(
+            f"Files hold names in UTF-8, which has no lone surrogates: {', '.join(map(repr, wrong[:10]))}. Rename "
+            "these modules or tensors of the model."
+        )
 
 
 def _check_initialized(model: nn.Module) -> None:
@@ -359,7 +384,7 @@ class _ModelTensors(Mapping[str, CompressedTensor[Any]]):
         site = self._sites[name]
         if not site.simulators:
             return DenseTensor.from_tensor(site.tensor.detach().clone()).to("cpu")
-        return compress_tensor(site.tensor, site.simulators, name).to("cpu")
+        return compress_tensor(site.tensor, site.simulators, name).copied()  # some parts are the simulators' own
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)
@@ -373,20 +398,45 @@ def _split(name: str) -> tuple[str, str]:
     return path, attribute
 
 
+def _owners_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name, the owner and the local name of every parameter and persistent buffer, aliases included."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, _ in own_state(module, path):
+            yield name, module, name.removeprefix(f"{path}.")
+
+
 def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         yield from own_state(module, path)
 
 
-def _assign(owner: nn.Module, attribute: str, value: torch.Tensor) -> None:
-    old = getattr(owner, attribute)
-    if old.is_meta:
-        value = value.to(old.dtype, copy=True)
-        slot: Any = owner._parameters if isinstance(old, nn.Parameter) else owner._buffers
-        slot[attribute] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-    else:
+class _Filler:
+    """Gives the dense tensors of a model the numbers of an artifact; tensors that are tied stay one tensor."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+        self._filled: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, owner: nn.Module, attribute: str, name: str) -> None:
+        """Write the tensor ``name`` into ``owner.<attribute>``; one on the meta device is replaced."""
+        stored = self._artifact.aliases.get(name, name)
+        slots: Any = owner._parameters if attribute in owner._parameters else owner._buffers
+        old = slots[attribute]
+        key = id(old), stored
+        if key not in self._filled:
+            self._filled[key] = old, _filled(old, self._artifact.decode(stored))  # the old one is kept for its id
+        new = self._filled[key][1]
+        if new is not old:
+            slots[attribute] = new
+
+
+def _filled(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the numbers of another: itself, or a new one in the place of one on the meta device."""
+    if not old.is_meta:
         with torch.no_grad():
-            old.copy_(value)
+            return old.copy_(value)
+    value = value.to(old.dtype, copy=True)
+    return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
 def _as_json(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from bitwright._utils.packed_weights import is_packed
 from bitwright.quantization.spec import QuantizationScheme
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -81,10 +82,15 @@ def compress_tensor(tensor: torch.Tensor, simulators: Sequence[nn.Module], name:
                 compressed = dense_tensor(wanted, mask) if last + 1 < len(active) else compressed
     if not _decodes_to(compressed, wanted):
         kinds = ", ".join(type(simulator).__name__ for simulator in active)
+        remedy = (
+            "A custom class must keep the formulas of its base class, or register an encoder with "
+            "bitwright.artifact.register_encoder."
+        )
+        if is_packed(active):
+            remedy = f"It was packed and then cast to {wanted.dtype}: cast the model back first."
         raise ArtifactError(
             f"{name!r}: what {kinds} computes is not what its codes, scales and zero points decode to, so it cannot be "
-            "stored. A custom class must keep the formulas of its base class, or register an encoder with "
-            "bitwright.artifact.register_encoder."
+            f"stored. {remedy}"
         )
     return compressed
 

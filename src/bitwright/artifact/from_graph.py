@@ -50,11 +50,11 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
         state = state_of(graph, weight.target) if site is None else site.tensor
         simulators = weight.simulators if site is None else (*site.simulators, *weight.simulators)
         if weight.target not in tensors:
-            tensors[weight.target] = compress_tensor(state, simulators, weight.target).to("cpu")
+            tensors[weight.target] = compress_tensor(state, simulators, weight.target).copied()
             first.setdefault(id(state), weight.target)
     for name, site in sites.items():
         if name == site.name:
-            tensors[name] = compress_tensor(site.tensor, site.simulators, name).to("cpu")
+            tensors[name] = compress_tensor(site.tensor, site.simulators, name).copied()
         else:
             aliases[name] = site.name
     for name, tensor in dense_state(graph):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bitwright._utils.packed_weights import refuse_write
+from bitwright._utils.weight_writes import NO_WRITES
 from bitwright.kernels import reference
 from bitwright.kernels.dispatch import form_of
 from bitwright.kernels.packed import TILE_ROWS, PackedMatrix
@@ -43,9 +45,18 @@ _DESCRIBING = {
     for getter in (getattr(torch.Tensor, name).__get__,)
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__}
 
+# What writes to its first argument, beside functions whose names end with "_".
+_WRITERS = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+_DATA: Any = torch.Tensor.data
+
 
 class LazyWeight(torch.Tensor):
     """A weight that stands for packed codes. Use it like a tensor; it cannot be written to.
+
+    Functions that would write to it raise ``PackedWeightError``. Views and ``data`` of it are those of a decoded copy.
 
     Args:
         matrix: the codes.
@@ -82,13 +93,17 @@ class LazyWeight(torch.Tensor):
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func) if kwargs.keys() <= _NAMES else None
         result = special(*args, **kwargs) if special is not None else None
-        return result if result is not None else func(*_plain(args), **_plain(kwargs))
+        if result is not None:
+            return result
+        _check_unwritten(func, args, kwargs)
+        return func(*_plain(args), **_plain(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the function
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Compute with the decoded tensor: operators that are called from C++."""
+        _check_unwritten(func, args, kwargs or {})
         return func(*_plain(args), **_plain(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -98,6 +113,25 @@ class LazyWeight(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         """Return the decoded tensor."""
         return self.decoded()
+
+
+def _check_unwritten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a function writes to packed weights."""
+    if any(isinstance(leaf, LazyWeight) for leaf in tree_leaves(_written(func, args, kwargs))):
+        refuse_write("A packed weight")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a function writes to: by the operator's schema, or by the names that torch gives such functions."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+        return [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in NO_WRITES
+    if in_place or name in _WRITERS or func == _DATA.__set__:
+        return [*args[:1], kwargs.get("tensor"), kwargs.get("input"), kwargs.get("out")]
+    return [kwargs.get("out")]
 
 
 def _plain(values: Any) -> Any:

@@ -9,19 +9,20 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from bitwright._utils.packed_weights import PackedWeight
 from bitwright._utils.parametrization import own_parametrizations, parametrize_tensor
 from bitwright.kernels.dispatch import undisturbed
 from bitwright.kernels.packed import PackedMatrix
 
-from .compress import compress_tensor
+from .compress import compress_tensor, register_encoder
 from .lazy import LazyWeight
 from .sites import activation_simulators, weight_sites
-from .tensors import CompressedTensor, QuantizedTensor, build_tensor
+from .tensors import CompressedTensor, QuantizedTensor, build_tensor, recast
 
 __all__ = ["PackedTensor", "pack_model", "pack_tensor", "replace_weight"]
 
 
-class PackedTensor(nn.Module):
+class PackedTensor(PackedWeight):
     """A parametrization that ignores its input and returns the decoded tensor.
 
     The parts of the compressed tensor are its buffers, a dot in their names replaced by ``_``. ``torch.export`` and
@@ -90,6 +91,14 @@ class PackedTensor(nn.Module):
         return f"{self.layout.kind}, shape={tuple(self.layout.shape)}, {self.layout.nbytes} bytes"
 
 
+def _held(module: PackedTensor, tensor: torch.Tensor, mask: torch.Tensor | None) -> CompressedTensor[Any]:
+    """Encode what is encoded already."""
+    return recast(module.tensor, module.output_dtype)
+
+
+register_encoder(PackedTensor, _held)
+
+
 def _traced() -> bool:
     """Whether somebody watches the operations, and has to see plain ones."""
     return torch.compiler.is_compiling() or not undisturbed() or bool(torch._C._len_torch_function_stack())
@@ -150,7 +159,8 @@ def pack_model(model: nn.Module) -> nn.Module:
     computes what it computed before, and can be exported with ``torch.export``.
 
     Args:
-        model: a prepared model. Changed in place, and only after every weight was packed without error.
+        model: a prepared model. Changed in place, and only after every weight was packed without error. Weights that
+            are packed already stay as they are.
 
     Returns:
         ``model``, in eval mode.

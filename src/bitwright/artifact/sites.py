@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from bitwright._utils.packed_weights import PackedWeight, is_packed
 from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.quantization.spec._sharded import is_sharded
@@ -29,6 +30,8 @@ __all__ = [
     "weight_sites",
 ]
 
+_KINDS = CompressionSimulatorBase, PackedWeight
+
 
 @dataclass(eq=False, slots=True)
 class WeightSite:
@@ -37,8 +40,8 @@ class WeightSite:
     Attributes:
         owners: ``(module path, attribute)`` of every place, the first one names the weight. A module that stands at
             several paths is one place, under the first of them.
-        tensor: the dense tensor as it enters the first simulator.
-        simulators: in the order in which they are applied.
+        tensor: the dense tensor as it enters the first simulator; an empty one if the weight is packed.
+        simulators: in the order in which they are applied; what holds the codes of a packed weight is one.
     """
 
     owners: list[tuple[str, str]]
@@ -51,13 +54,18 @@ class WeightSite:
         return self.names[0]
 
     @property
+    def is_packed(self) -> bool:
+        """Whether nothing is held but codes."""
+        return is_packed(self.simulators)
+
+    @property
     def names(self) -> list[str]:
         """Dotted name of every place."""
         return [f"{path}.{attribute}" if path else attribute for path, attribute in self.owners]
 
 
 def weight_sites(model: nn.Module, strict: bool = True) -> list[WeightSite]:
-    """Return the weights of an eager model that stand under simulators, in the order of its modules.
+    """Return the weights of an eager model that stand under simulators or are packed, in the order of its modules.
 
     A weight that several modules share, with the same simulators, is one site.
 
@@ -79,7 +87,9 @@ def weight_sites(model: nn.Module, strict: bool = True) -> list[WeightSite]:
                 continue
             if not simulators:
                 continue
-            key = (id(_first_original(stack)), *map(id, simulators))
+            # Under shared codes each module has an empty tensor of its own.
+            shared = () if is_packed(simulators) else (id(_first_original(stack)),)
+            key = (*shared, *map(id, simulators))
             if key in sites:
                 sites[key].owners.append((path, attribute))
             else:
@@ -165,16 +175,14 @@ def _plain_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _is_simulated(module: nn.Module) -> bool:
-    return isinstance(module, parametrize.ParametrizationList) and any(
-        isinstance(entry, CompressionSimulatorBase) for entry in module
-    )
+    return isinstance(module, parametrize.ParametrizationList) and any(isinstance(entry, _KINDS) for entry in module)
 
 
 def _simulators_of(stack: Any, where: str) -> tuple[nn.Module, ...]:
     entries = list(stack)
-    first = next((i for i, entry in enumerate(entries) if isinstance(entry, CompressionSimulatorBase)), len(entries))
+    first = next((i for i, entry in enumerate(entries) if isinstance(entry, _KINDS)), len(entries))
     for entry in entries[first:]:
-        if not isinstance(entry, CompressionSimulatorBase):
+        if not isinstance(entry, _KINDS):
             raise ArtifactError(
                 f"{where!r}: the parametrization {type(entry).__name__} was registered after compression was "
                 "prepared, so the weight that the model uses is not the compressed one. Register it before prepare(), "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from .errors import ArtifactError
 from .layouts import DenseLayout, PalettizedLayout, QuantizedLayout, TensorLayout, dtype_name
 from .tracing import dequantize, unpack_codes
 
-__all__ = ["CompressedTensor", "DenseTensor", "PalettizedTensor", "QuantizedTensor", "build_tensor"]
+__all__ = ["CompressedTensor", "DenseTensor", "PalettizedTensor", "QuantizedTensor", "build_tensor", "recast"]
 
 _LayoutT = TypeVar("_LayoutT", bound=TensorLayout)
 
@@ -71,6 +71,10 @@ class CompressedTensor(ABC, Generic[_LayoutT]):
     def to(self, device: torch.device | str) -> Self:
         """Return the tensor with its parts on ``device``."""
         return type(self)(self.layout, {name: part.to(device) for name, part in self.parts.items()})
+
+    def copied(self) -> Self:
+        """Return the tensor with copies of its parts on the CPU."""
+        return type(self)(self.layout, {name: part.to("cpu", copy=True) for name, part in self.parts.items()})
 
     def mask(self) -> torch.Tensor | None:
         """Return which entries are kept, as bool in the tensor's shape; None if all are."""
@@ -283,6 +287,23 @@ def build_tensor(layout: TensorLayout, parts: Mapping[str, torch.Tensor]) -> Com
         ArtifactError: the parts are not those that the layout asks for.
     """
     return _CLASSES[type(layout)](layout, parts)
+
+
+def recast(tensor: CompressedTensor[Any], dtype: torch.dtype) -> CompressedTensor[Any]:
+    """Return a tensor whose codes decode to ``dtype``; the numbers may differ from cast ones by a rounding."""
+    if tensor.dtype == dtype:
+        return tensor
+    parts, changed = dict(tensor.parts), {"dtype": dtype_name(dtype)}
+    if isinstance(tensor, PalettizedTensor):
+        lut = recast(tensor.lut, dtype)
+        parts |= {f"lut.{name}": part for name, part in lut.parts.items()}
+        return PalettizedTensor(
+            tensor.layout.model_copy(update={"lut": lut.layout}),
+            {name: part.to(dtype) if name == "channel_scale" else part for name, part in parts.items()},
+        )
+    if isinstance(tensor, DenseTensor):
+        parts["values"] = parts["values"].to(dtype)
+    return build_tensor(tensor.layout.model_copy(update=changed), parts)
 
 
 _CLASSES: dict[type[TensorLayout], type[CompressedTensor]] = {  # type: ignore[type-arg]

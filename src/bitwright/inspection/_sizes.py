@@ -93,6 +93,8 @@ def _layouts(model: nn.Module, strict: bool) -> Iterator[tuple[str, Any]]:
                 state = state_of(model, weight.target)
                 yield weight.target, _layout(state, weight.simulators, weight.target, strict)
     for site in weight_sites(model, strict):
+        if site.is_packed:  # below
+            continue
         yield site.name, _layout(site.tensor, site.simulators, site.name, strict)
     shared: set[int] = set()
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Tensors that no compressor can prepare: those without data, of ``torch.inference_mode``, or quantized already."""
+"""What no compressor can prepare: tensors without data, of ``torch.inference_mode``, quantized or packed already."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from bitwright._utils.packed_weights import PackedWeight, is_packed
+from bitwright._utils.parametrization import own_parametrizations
 from bitwright.config.matching import resolve_module_rules
 from bitwright.program import Program
 from bitwright.quantization.spec._sharded import is_sharded
@@ -54,10 +56,11 @@ def refuse_unusable(compressor: str, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def refuse_quantized(compressor: str, model: nn.Module, config: Any) -> None:
-    """Raise if ``config`` asks for weights that other tensors stand for, such as torchao's ``Int8Tensor``.
+    """Raise if ``config`` asks for weights that other tensors stand for, such as torchao's ``Int8Tensor``, or codes.
 
     To be called before anything is traced: such a tensor has a few ops of its own and no others, and ``torch.export``
-    takes it apart. Those that are spread over processes (``DTensor``) are none of them.
+    takes it apart; what decodes packed codes looks like any other arithmetic. Tensors that are spread over processes
+    (``DTensor``) are none of them.
 
     Args:
         compressor: its name, for the message.
@@ -67,16 +70,42 @@ def refuse_quantized(compressor: str, model: nn.Module, config: Any) -> None:
     Raises:
         ValueError: there are such weights; names all of them.
     """
-    found = {path: wrapped for path, module in model.named_modules() if (wrapped := _wrapped(module))}
-    rules = resolve_module_rules(config, model) if found else {}
-    asked = [(path, name) for path in found if asks_for_states(rules[path].config) for name in found[path].items()]
+    packed = _asked_for({path: _packed(module) for path, module in model.named_modules()}, config, model)
+    if packed:
+        raise ValueError(
+            f"{compressor} cannot prepare weights that are packed: {', '.join(repr(name) for name, _ in packed)}. "
+            "Their codes are all there is of them. Fill a float model, as in "
+            "Artifact.from_model(packed).load_into(float_model), and prepare that one, or exclude their modules with "
+            "set_module_name(..., None)."
+        )
+    asked = _asked_for({path: _wrapped(module) for path, module in model.named_modules()}, config, model)
     if asked:
-        listed = ", ".join(f"{f'{path}.{name}'.lstrip('.')!r} ({kind})" for path, (name, kind) in asked)
+        listed = ", ".join(f"{name!r} ({kind})" for name, kind in asked)
         raise ValueError(
             f"{compressor} cannot prepare weights that are already quantized: {listed}. Prepare the float model, "
             "replace them by what they stand for, as in layer.weight = nn.Parameter(layer.weight.dequantize()), or "
             "exclude their modules with set_module_name(..., None)."
         )
+
+
+def _asked_for(states: Mapping[str, Mapping[str, str]], config: Any, model: nn.Module) -> list[tuple[str, str]]:
+    """Return dotted names and classes of those of ``states``, by module path, that a configuration asks for."""
+    found = {path: own for path, own in states.items() if own}
+    rules = resolve_module_rules(config, model) if found else {}
+    return [
+        (f"{path}.{name}" if path else name, kind)
+        for path, own in found.items()
+        if asks_for_states(rules[path].config)
+        for name, kind in own.items()
+    ]
+
+
+def _packed(module: nn.Module) -> dict[str, str]:
+    """Return the names of a module's weights of which only codes are held; in a graph, of what holds them."""
+    names = [name for name, chain in own_parametrizations(module).items() if is_packed(chain)]
+    if isinstance(module, fx.GraphModule):
+        names += [name for name, child in module._modules.items() if isinstance(child, PackedWeight)]
+    return dict.fromkeys(names, "packed")
 
 
 def _wrapped(module: nn.Module) -> dict[str, str]:

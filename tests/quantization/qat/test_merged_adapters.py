@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from bitwright._utils.packed_weights import PackedWeightError
+from bitwright.artifact import Artifact
 from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig
 from bitwright.quantization import Quantizer, QuantizerConfig
 
@@ -143,3 +147,24 @@ def test_others_may_not_assign_a_simulated_weight():
     _, prepared = quantized(Net())
     with pytest.raises(RuntimeError, match="right_inverse"):
         prepared.hidden.weight = torch.zeros(32, 128)
+
+
+@all_adapters
+def test_on_packed_weights_adapters_train_and_are_not_merged(kind):
+    """Merging is refused each time with what to do; the adapters are as they were, and come off again."""
+    torch.manual_seed(0)
+    net = Net().eval()
+    quantizer = Quantizer(copy.deepcopy(net), QuantizerConfig.presets.w8(execution_mode="eager"))
+    packed = Artifact.from_model(quantizer.prepare((images(),))).packed_model(copy.deepcopy(net))
+    bare = packed(images()).detach()
+    model = adapted(packed, kind)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model(images()).square().mean().backward()
+    assert any(parameter.grad.abs().max() > 0 for parameter in trained)
+    torch.optim.SGD(trained, lr=0.01).step()
+    expected = model(images()).detach()
+    for merge in (model.merge_adapter, lambda: model.merge_adapter(safe_merge=True), model.merge_and_unload):
+        with pytest.raises(PackedWeightError, match=r"cannot be merged into packed weights.*load_into\(float_model"):
+            merge()
+    assert torch.equal(model(images()), expected)
+    torch.testing.assert_close(model.unload()(images()), bare)
