@@ -543,7 +543,7 @@ def test_a_full_disk_leaves_no_folder_that_blocks_the_next_try(saved, tmp_path, 
 
     (tmp_path / "there").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr("bitwright.artifact.storage.save_file", full)
+        patched.setattr("bitwright._utils.tensor_files.save_file", full)
         for name in ("new", "there"):
             with pytest.raises(OSError, match="No space"):
                 artifact.save(tmp_path / name)

@@ -264,7 +264,7 @@ def test_a_failed_checkpoint_leaves_nothing(tmp_path, monkeypatch):
     model, x = built(Mlp)
     _, ready = prepared(model, x, W8)
     with monkeypatch.context() as patched:
-        patched.setattr("bitwright.artifact.storage.save_file", _full)
+        patched.setattr("bitwright._utils.tensor_files.save_file", _full)
         with pytest.raises(OSError, match="No space"):
             export_compressed_tensors(ready, tmp_path / "c")
     with pytest.raises(TypeError, match=r"config\['dtype'\] is torch\.float32"):

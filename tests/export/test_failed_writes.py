@@ -16,6 +16,7 @@ from bitwright.export.checkpoints import export_compressed_tensors
 from bitwright.export.conversion import ConversionError, converting
 from bitwright.export.targets import TARGETS
 from bitwright.export.torch_program import has_compiler
+from bitwright.palettization.kmeans.sensitivity import load_sensitivities, save_sensitivities
 
 from .models import W8, prepared
 
@@ -116,3 +117,13 @@ def test_errors_of_the_disk_are_not_those_of_the_model():
         raise PermissionError(errno.EACCES, "Permission denied")
     with pytest.raises(ConversionError, match="gizmo cannot take this model: FileNotFoundError"), converting("gizmo"):
         raise FileNotFoundError(errno.ENOENT, "No such file", "vocabulary.txt")
+
+
+@pytest.mark.parametrize("name", ["found.safetensors", "found.pt"])
+def test_sensitivities_that_were_there_stay(name, tmp_path):
+    path = tmp_path / name
+    save_sensitivities({"weight": torch.ones(4)}, path)
+    with _short_files(), pytest.raises(OSError, match="File too large"):
+        save_sensitivities({"weight": torch.zeros(100_000)}, path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.equal(load_sensitivities(path)["weight"], torch.ones(4))

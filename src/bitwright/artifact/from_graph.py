@@ -19,11 +19,10 @@ GraphTensors = tuple[dict[str, CompressedTensor[Any]], dict[str, str], dict[str,
 
 def folded(model: nn.Module) -> nn.Module:
     """Return a prepared graph with its batch norms folded, so that its weights are states; other models as they are."""
-    from bitwright.program.graph_module import TracedGraphModule
     from bitwright.quantization._graph.finalize import folded_copy
     from bitwright.quantization._graph.fold_insert import FOLDS
 
-    if isinstance(model, TracedGraphModule) and FOLDS in model._modules:
+    if isinstance(model, fx.GraphModule) and FOLDS in model._modules:
         return folded_copy(model)
     return model
 

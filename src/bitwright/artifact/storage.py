@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from bitwright._utils.tensor_files import write_tensors
 
 from .activations import QuantizedActivation
 from .errors import ArtifactError
@@ -25,7 +25,6 @@ from .tensors import CompressedTensor, build_tensor
 
 __all__ = [
     "DEFAULT_SHARD_BYTES", "StoredFiles", "StoredTensors", "TensorWriter", "file_sizes", "read_activations",
-    "write_tensors",
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ DEFAULT_SHARD_BYTES = 1 << 28
 _OPEN_FILES = 4
 """Files that stay open. In the order of a model's modules, compressed tensors and others are read from one file each;
 a file that is open counts as memory of the process, so not all may be."""
-
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -92,21 +89,6 @@ def _header_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> i
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + -(-len(text) // 8) * 8
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError: it cannot be written; safetensors has an error of its own for that, with the number in its words.
-    """
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        number = _OS_ERROR.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 class TensorWriter:

@@ -299,12 +299,17 @@ def _rename(state: str) -> str:
 
 
 def is_prepared_graph(model: nn.Module) -> bool:
-    """Whether simulators stand in the model's graph, not at its modules; true for a graph without any simulator."""
+    """Whether simulators stand in the model's graph, not at its modules; true for a captured graph without any.
+
+    Graphs of others, such as an exported program's, are modules like any other.
+    """
+    from bitwright.program.graph_module import TracedGraphModule
+
     if not isinstance(model, fx.GraphModule):
         return False
     called = (node.target for node in model.graph.nodes if node.op == "call_module")
     in_graph = any(isinstance(model.get_submodule(str(name)), CompressionSimulatorBase) for name in called)
-    return in_graph or not simulators_in(model)
+    return in_graph or (isinstance(model, TracedGraphModule) and not simulators_in(model))
 
 
 def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:

@@ -104,7 +104,7 @@ def _lower_eager(twin: nn.Module, make_weight: MakeWeight, make_activation: Make
 def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation: MakeActivation) -> LoweredModel:
     from bitwright.quantization._graph.finalize import folded_copy
 
-    twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
+    twin: fx.GraphModule = folded_copy(model)
     lowered = LoweredModel(twin)
     found = GraphSimulators.of(twin)
     names_of = parameter_names(twin)

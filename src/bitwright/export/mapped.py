@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bitwright._utils.files import make_empty_directory
-from bitwright.artifact.storage import write_tensors
+from bitwright._utils.tensor_files import write_tensors
 
 __all__ = ["MappedFiles"]
 

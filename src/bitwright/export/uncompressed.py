@@ -39,7 +39,7 @@ def float_copy(model: nn.Module) -> nn.Module:
 def _float_graph(model: fx.GraphModule) -> fx.GraphModule:
     from bitwright.quantization._graph.finalize import folded_copy
 
-    twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
+    twin: fx.GraphModule = folded_copy(model)
     for node in list(twin.graph.nodes):
         if node.op == "call_module" and isinstance(_called(twin, node), CompressionSimulatorBase):
             node.replace_all_uses_with(node.args[0])

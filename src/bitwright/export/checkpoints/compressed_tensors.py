@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bitwright._utils.files import new_directory_atomically
+from bitwright._utils.tensor_files import write_tensors
 from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
-from bitwright.artifact.storage import write_tensors
 from bitwright.formats import pack
 
 from .integers import signed_codes

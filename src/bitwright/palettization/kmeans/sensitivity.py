@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from bitwright._utils.files import new_file_atomically
+from bitwright._utils.tensor_files import write_tensors
 
 __all__ = ["CalibrationHelper", "SensitivityStatistics", "load_sensitivities", "save_sensitivities"]
 
@@ -93,10 +97,9 @@ class SensitivityStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write the sums to a safetensors file, from which runs on other parts of the data can go on."""
-        from safetensors.torch import save_file
-
         tensors = {name: total.contiguous().cpu() for name, total in self.sums.items()}
-        save_file(tensors, str(path), metadata={"steps": str(self.steps)})
+        with new_file_atomically(path) as beside:
+            write_tensors(tensors, beside, {"steps": str(self.steps)})
 
     @classmethod
     def load(cls, path: str | Path) -> SensitivityStatistics:
@@ -168,12 +171,13 @@ class CalibrationHelper:
 def save_sensitivities(sensitivities: Mapping[str, torch.Tensor], path: str | Path) -> None:
     """Write sensitivities by parameter name: as safetensors, or for ``.pt`` and the like by ``torch.save``."""
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in sensitivities.items()}
-    if Path(path).suffix in _TORCH_SUFFIXES:
-        torch.save(tensors, path)
-        return
-    from safetensors.torch import save_file
-
-    save_file(tensors, str(path))
+    with new_file_atomically(path) as beside:
+        if Path(path).suffix in _TORCH_SUFFIXES:
+            content = io.BytesIO()  # torch's writer ends the process where the disk is full
+            torch.save(tensors, content)
+            Path(beside).write_bytes(content.getbuffer())
+        else:
+            write_tensors(tensors, beside)
 
 
 def load_sensitivities(path: str | Path) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from bitwright._utils.module_copy import replicate_module
 from bitwright.program.graph_module import TracedGraphModule, uncompiled_copy
+from bitwright.program.graph_record import copy_graph
 from bitwright.program.no_grad_scopes import without_stops
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -18,13 +19,15 @@ from .fold_insert import FOLDS
 __all__ = ["folded_copy"]
 
 
-def folded_copy(prepared: TracedGraphModule) -> TracedGraphModule:
+def folded_copy(prepared: fx.GraphModule) -> TracedGraphModule:
     """Return a copy in eval mode with batch norms folded into weights and biases; simulators stay.
 
     The copy has simulators of its own and refers to the parameters that folding does not change. Its views may copy,
     since what a target puts in the places of simulators may lie in another order. Its code is not generated yet.
     ``prepared`` is left as it is.
     """
+    if not isinstance(prepared, TracedGraphModule):  # what passes of others made of one
+        prepared = TracedGraphModule(prepared, copy_graph(prepared.graph))
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _states(prepared)}
     for child in prepared.modules():
         if isinstance(child, FakeQuantizeImplBase):
