@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,34 +16,65 @@ __all__ = ["no_grad_noted", "stop_gradients", "without_stops"]
 _KEY, _STOP = "bitwright_no_grad", "bitwright_gradient_stop"
 
 
+class _Threads(threading.local):
+    """The scopes that a thread is in, beginning with its capture; None where it captures nothing."""
+
+    scopes: list[AbstractContextManager[Any]] | None = None
+
+
+_threads = _Threads()
+_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
+_captures = 0
+
+
 @contextmanager
 def no_grad_noted() -> Iterator[None]:
-    """Have nodes that ``torch.export`` makes note in their metadata whether a model computes them under ``no_grad``."""
-    open_scopes: list[AbstractContextManager[Any]] = []
+    """Have nodes that ``torch.export`` makes note in their metadata whether a model computes them under ``no_grad``.
 
-    def noting(owner: Any, value: bool) -> tuple[Any, Any, Any]:
-        enter, leave = owner.__enter__, owner.__exit__
-
-        def entering(scope: Any) -> Any:
-            result = enter(scope)
-            open_scopes.append(fx_traceback.annotate({_KEY: value}))
-            open_scopes[-1].__enter__()
-            return result
-
-        def leaving(scope: Any, *error: Any) -> Any:
-            open_scopes.pop().__exit__(None, None, None)
-            return leave(scope, *error)
-
-        owner.__enter__, owner.__exit__ = entering, leaving
-        return owner, enter, leave
-
-    kept = [noting(torch.no_grad, True), noting(torch.enable_grad, False)]
+    Scopes of threads that capture nothing are left alone.
+    """
+    global _captures
+    before = _threads.scopes
+    with _lock:
+        if _captures == 0:
+            _undo.append(_watched(torch.no_grad, lambda _: True))
+            _undo.append(_watched(torch.enable_grad, lambda _: False))
+            _undo.append(_watched(torch.set_grad_enabled, lambda scope: not scope.mode))
+        _captures += 1
+    _threads.scopes = []
     try:
         with fx_traceback.preserve_node_meta():
             yield
     finally:
-        for owner, enter, leave in kept:
-            owner.__enter__, owner.__exit__ = enter, leave
+        _threads.scopes = before
+        with _lock:
+            _captures -= 1
+            while _captures == 0 and _undo:
+                _undo.pop()()
+
+
+def _watched(kind: Any, is_off: Callable[[Any], bool]) -> Callable[[], None]:
+    """Have nodes made in scopes of a class note whether these are off; returns a function that undoes it."""
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entering(scope: Any) -> Any:
+        result = enter(scope)
+        if _threads.scopes is not None:
+            _threads.scopes.append(fx_traceback.annotate({_KEY: is_off(scope)}))
+            _threads.scopes[-1].__enter__()
+        return result
+
+    def leaving(scope: Any, *error: Any) -> Any:
+        if _threads.scopes:
+            _threads.scopes.pop().__exit__(None, None, None)
+        return leave(scope, *error)
+
+    def undo() -> None:
+        kind.__enter__, kind.__exit__ = enter, leave
+
+    kind.__enter__, kind.__exit__ = entering, leaving
+    return undo
 
 
 def stop_gradients(module: fx.GraphModule) -> None:

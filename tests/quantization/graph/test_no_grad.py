@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,6 +46,16 @@ class Partly(Frozen):
         return self.head(y + scaled) + again + left * right
 
 
+class ByMode(Frozen):
+    """A condition says whether a part is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(mode=False):
+            y = self.features(x).relu()
+        with torch.set_grad_enabled(mode=self.training):
+            return self.head(y)
+
+
 class Codebook(Frozen):
     """Nearest entries of a table, passed straight through; the table is a running average."""
 
@@ -61,7 +73,7 @@ class Codebook(Frozen):
         return self.head(y + (entries - y).detach())
 
 
-@pytest.mark.parametrize("kind", [Frozen, Partly, Codebook])
+@pytest.mark.parametrize("kind", [Frozen, Partly, ByMode, Codebook])
 def test_gradients_are_those_of_the_float_model(kind: type[nn.Module]) -> None:
     """With simulators off, to the digits of the arithmetic; those that the float model lacks are lacking."""
     torch.manual_seed(0)
@@ -112,3 +124,29 @@ def test_positions_that_nothing_is_learned_from_are_left_as_they_are() -> None:
 
     prepared = Quantizer(Rotated().train(), QuantizerConfig.presets.w8a8()).prepare((torch.randn(6, 8),))
     assert not [node for node in prepared.graph.nodes if node.target is torch.ops.aten.detach.default]
+
+
+def test_scopes_of_other_threads_are_none_of_a_captures() -> None:
+    """They work as always meanwhile, the capture does not note them, and torch's classes are as before in the end."""
+    before = torch.no_grad.__enter__, torch.set_grad_enabled.__exit__
+    ended = threading.Event()
+
+    def evaluate() -> int:
+        scopes = 0
+        while not ended.is_set() or scopes < 100:
+            with torch.no_grad():
+                assert not torch.ones(2, requires_grad=True).exp().requires_grad
+                with torch.enable_grad():
+                    assert torch.ones(2, requires_grad=True).exp().requires_grad
+            scopes += 1
+        return scopes
+
+    with ThreadPoolExecutor(1) as thread:
+        scopes = thread.submit(evaluate)
+        try:
+            graph = Quantizer(Frozen().train(), QuantizerConfig.presets.w8()).prepare((torch.randn(6, 8),)).graph
+        finally:
+            ended.set()
+        assert scopes.result() >= 100
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)) == 1
+    assert (torch.no_grad.__enter__, torch.set_grad_enabled.__exit__) == before
