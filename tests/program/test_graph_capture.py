@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -708,3 +709,14 @@ class TestKeptResults:
         module, _ = capture_graph(model, (x,))
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_threads_capture_one_after_the_other():
+    """``torch.export`` itself fails where two threads call it at once."""
+    models = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval() for _ in range(6)]
+
+    def captured(model):
+        return [op.type for op in capture_graph(model, (torch.randn(2, 8),))[1].ops]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(captured, models)) == [["linear", "relu", "linear"]] * len(models)

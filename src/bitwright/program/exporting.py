@@ -6,6 +6,7 @@ They keep results of earlier calls, such as tables of positions, in themselves, 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,10 @@ from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
 from .python_sizes import python_on_sizes
 
-__all__ = ["exported"]
+__all__ = ["exported", "one_at_a_time"]
+
+one_at_a_time = threading.RLock()
+"""``torch.export`` has modes and patches that are the process's, and fails in two threads at once."""
 
 
 def exported(
@@ -49,7 +53,10 @@ def exported(
         InputShapesError: the dynamic shapes do not have one for each input.
         UnknownClassError: an input or output is of a class that ``torch.export`` does not know.
     """
-    with each_input_named(model, args, kwargs, options.get("dynamic_shapes")) as options["dynamic_shapes"]:
+    with (
+        one_at_a_time,
+        each_input_named(model, args, kwargs, options.get("dynamic_shapes")) as options["dynamic_shapes"],
+    ):
         program, registered = _captured(model, args, kwargs, options)
         if registered:
             with preserved_state(model):

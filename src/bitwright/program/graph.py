@@ -19,7 +19,7 @@ from bitwright.errors import TraceError
 
 from .dynamic_marks import inputs_unmarked
 from .export_errors import UnknownClassError, export_failure, forward_problem
-from .exporting import exported
+from .exporting import exported, one_at_a_time
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
@@ -82,6 +82,7 @@ def _export(
     boundaries: Sequence[str],
 ) -> torch.export.ExportedProgram:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(one_at_a_time)
         if no_grad:
             stack.enter_context(torch.no_grad())
         stack.enter_context(no_grad_noted())
