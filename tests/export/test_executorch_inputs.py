@@ -135,3 +135,30 @@ def test_what_executorch_keeps_to_one_size_is_refused(tmp_path):
     assert not (tmp_path / "m.pte").exists()
     (found,) = run_executorch(export_executorch(ready, (x,), tmp_path / "m.pte"), (x,))
     assert sqnr(ready(x), found) > 90
+
+
+class Sequences(nn.Module):
+    """Convolutions over time of what layers give with the channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.wide = nn.Linear(8, 16), nn.Conv1d(16, 16, 3, padding=1), nn.Conv1d(16, 8, 1)
+
+    def forward(self, x):
+        return self.wide(torch.relu(self.conv(torch.relu(self.first(x)).transpose(1, 2)))).transpose(1, 2)
+
+
+@pytest.mark.parametrize("preset", ["w8", "w8a8"])
+def test_convolutions_over_turned_inputs_take_all_sizes(preset, tmp_path):
+    """ExecuTorch leaves them the sizes of the example, or all but the largest, unless they are copied in front."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 12, 8)
+    quantizer = Quantizer(Sequences().eval(), getattr(QuantizerConfig.presets, preset)(execution_mode="eager"))
+    ready = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        ready(x)
+    sizes = {0: Dim("batch", min=1, max=16), 1: Dim("time", min=2, max=32)}
+    path = export_executorch(ready.eval(), (x,), tmp_path / "m.pte", dynamic_shapes=(sizes,))
+    for batch, time in ((1, 2), (16, 32), (5, 7)):
+        other = torch.randn(batch, time, 8)
+        assert sqnr(ready(other), run_executorch(path, (other,))[0]) > (50 if preset == "w8a8" else 110)

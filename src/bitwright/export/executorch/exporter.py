@@ -57,6 +57,7 @@ from .graph import (
 )
 from .half import sum_in_float32
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
+from .orders import turn_dynamic_inputs
 from .repetition import less_repetition
 from .runtime import check, kernels_lacking, largest_inputs, load
 from .volume_pools import VOLUME_POOLS
@@ -175,6 +176,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     remove_unread_sparse_states(program)
     compute_beforehand(program, _lacks)
     flatten_convolutions(program)
+    turn_dynamic_inputs(program)
     give_numbers_a_dimension(program.graph)
     spell_out_experts(program.graph_module)
     spell_out_split_experts(program.graph_module)
