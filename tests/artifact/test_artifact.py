@@ -537,7 +537,7 @@ def test_copies_and_pickles_of_a_loaded_artifact_read_the_files_anew(saved):
 def test_a_full_disk_leaves_no_folder_that_blocks_the_next_try(saved, tmp_path, monkeypatch):
     _, artifact, _, _ = saved
 
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
