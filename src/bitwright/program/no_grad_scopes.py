@@ -13,7 +13,7 @@ from torch import fx, nn
 
 __all__ = ["no_grad_noted", "stop_gradients", "without_stops"]
 
-_KEY, _STOP = "bitwright_no_grad", "bitwright_gradient_stop"
+_KEY, _STOP = "bitwright_no_grad", "gradient_stop"
 
 
 class _Threads(threading.local):
@@ -41,6 +41,7 @@ def no_grad_noted() -> Iterator[None]:
             _undo.append(_watched(torch.no_grad, lambda _: True))
             _undo.append(_watched(torch.enable_grad, lambda _: False))
             _undo.append(_watched(torch.set_grad_enabled, lambda scope: not scope.mode))
+            _undo.append(_watched(torch.inference_mode, lambda scope: scope.mode))
         _captures += 1
     _threads.scopes = []
     try:
@@ -80,34 +81,57 @@ def _watched(kind: Any, is_off: Callable[[Any], bool]) -> Callable[[], None]:
 def stop_gradients(module: fx.GraphModule) -> None:
     """Let no gradient pass what the model computes under ``torch.no_grad``; changes the graph of ``module``.
 
-    Where the rest of the graph uses such a result, it gets it detached. Results that depend on no parameter and on no
-    floating-point input, such as rotations by positions, are left as they are.
+    Where the rest of the graph uses such a result, it gets it detached. What writes to a tensor there gets all that it
+    reads detached, so that it may write to parameters, and what is written is as much learned as it was. Results that
+    depend on no parameter and on no floating-point input, such as rotations by positions, are left as they are.
     """
     learned: set[fx.Node] = set()
     stopped = False
     for node in list(module.graph.nodes):
-        is_source = node.op in ("placeholder", "get_attr")
-        if _may_be_learned(node, module) if is_source else learned.intersection(node.all_input_nodes):
-            learned.add(node)
-        outside = [user for user in node.users if not _is_noted(user)]
-        if is_source or node not in learned or not outside or not _is_noted(node) or not _is_floating_point(node):
+        if node.op in ("placeholder", "get_attr"):
+            if _may_be_learned(node, module):
+                learned.add(node)
             continue
-        with module.graph.inserting_after(node):
-            stop = module.graph.call_function(torch.ops.aten.detach.default, (node,))
-        stop.meta = {"val": node.meta["val"], _STOP: True}
-        for user in outside:
-            user.replace_input_with(node, stop)
-        stopped = True
+        read = [source for source in node.all_input_nodes if source in learned]
+        outside = [user for user in node.users if not _is_noted(user)]
+        if read and _is_noted(node) and _writes(node):
+            written = node.args[0] if node.args else None
+            if isinstance(written, fx.Node) and written in read and not _is_noted(written):
+                for user in outside:
+                    user.replace_input_with(node, written)
+            for source in filter(_is_floating_point, read):
+                with module.graph.inserting_before(node):
+                    node.replace_input_with(source, _stop(module.graph, source))
+            stopped = True
+        elif read:
+            learned.add(node)
+            if outside and _is_noted(node) and _is_floating_point(node):
+                with module.graph.inserting_after(node):
+                    stop = _stop(module.graph, node)
+                for user in outside:
+                    user.replace_input_with(node, stop)
+                stopped = True
     if stopped:
         module.recompile()
 
 
 def without_stops(module: fx.GraphModule) -> None:
     """Take out what ``stop_gradients`` put into the graph of ``module``, for a model that is trained no more."""
-    for node in list(module.graph.nodes):
-        if _STOP in node.meta:
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if node.name.startswith(_STOP):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def _stop(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    stop = graph.create_node("call_function", torch.ops.aten.detach.default, (source,), name=_STOP)
+    stop.meta = {"val": source.meta.get("val")}
+    return stop
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _is_noted(node: fx.Node) -> bool:

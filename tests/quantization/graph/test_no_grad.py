@@ -56,6 +56,35 @@ class ByMode(Frozen):
             return self.head(y)
 
 
+class Inferred(Frozen):
+    """Inference mode, whose results are copied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            y = self.features(x).relu()
+        return self.head(y.clone())
+
+
+class Clamped(Frozen):
+    """Keeps its weight in bounds, and scales a result in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.features.weight.clamp_(-0.2, 0.2)
+        y = self.features(x)
+        with torch.no_grad():
+            z = y.mul_(2)
+        return self.head(z)
+
+
+class Normed(Frozen):
+    """The largest singular value is followed by iterations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.head)
+
+
 class Codebook(Frozen):
     """Nearest entries of a table, passed straight through; the table is a running average."""
 
@@ -73,7 +102,8 @@ class Codebook(Frozen):
         return self.head(y + (entries - y).detach())
 
 
-@pytest.mark.parametrize("kind", [Frozen, Partly, ByMode, Codebook])
+@pytest.mark.filterwarnings("ignore:.*computed-weight:bitwright.errors.ConfigMatchWarning")
+@pytest.mark.parametrize("kind", [Frozen, Partly, ByMode, Inferred, Clamped, Normed, Codebook])
 def test_gradients_are_those_of_the_float_model(kind: type[nn.Module]) -> None:
     """With simulators off, to the digits of the arithmetic; those that the float model lacks are lacking."""
     torch.manual_seed(0)
