@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from bitwright._utils.files import (
     make_empty_directory,
@@ -14,6 +15,7 @@ from bitwright._utils.files import (
     new_file_atomically,
     write_text_atomically,
 )
+from bitwright._utils.tensor_files import write_tensors
 
 
 def test_text_replaces_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +126,30 @@ def test_links_and_pipes_stay(tmp_path: Path) -> None:
 
 def _fail(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_permissions_are_those_of_the_old_file_or_of_new_files(tmp_path: Path) -> None:
+    """Whoever may read the folder of an artifact may read its tensors; a file that was private stays so."""
+    old, new, tensors = tmp_path / "old", tmp_path / "new", tmp_path / "new.safetensors"
+    old.write_text("old")
+    old.chmod(0o600)
+    for path in (old, new):
+        with new_file_atomically(path) as part:
+            Path(part).write_text("content")
+    write_tensors({"weight": torch.ones(2)}, tensors)
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert old.stat().st_mode & 0o777 == 0o600
+    assert new.stat().st_mode == tensors.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_folder_with_files_is_no_place_for_a_file(tmp_path: Path) -> None:
+    """It is said before anything is written, and the folder stays."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("old")
+    with (
+        pytest.raises(IsADirectoryError, match=r"folder that is not empty.*folder'"),
+        new_file_atomically(tmp_path / "folder"),
+    ):
+        raise AssertionError("nothing is to be written")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "file"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
-    "make_empty_directory", "new_directory_atomically", "new_file_atomically", "refuse_full", "write_text_atomically",
+    "give_usual_mode", "make_empty_directory", "new_directory_atomically", "new_file_atomically", "refuse_full",
+    "write_text_atomically",
 ]  # fmt: skip
 
 
@@ -23,7 +26,7 @@ def write_text_atomically(path: str | Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
+        give_usual_mode(name)
         os.replace(name, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -93,6 +96,11 @@ def _prefix(target: Path) -> str:
     return f".{target.name[:50]}."
 
 
+def give_usual_mode(path: str | Path) -> None:
+    """Let a file be read and written as new files are, by the process's umask."""
+    os.chmod(path, 0o666 & ~_umask())
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -104,16 +112,23 @@ def new_file_atomically(path: str | Path) -> Iterator[str]:
     """Give the name of a file to write, which becomes ``path`` if the block ends well and is removed if it does not.
 
     The name ends as ``path`` does. What is written beside it, as large ONNX models do, is moved along. It may also be a
-    folder, which takes the place of an empty one. A link stays: what it points to is replaced.
+    folder, which takes the place of an empty one. A link stays: what it points to is replaced. So do permissions.
+
+    Raises:
+        IsADirectoryError: the path is a folder that is not empty.
     """
     target = _followed(Path(path))
     if target.exists() and not target.is_file() and not target.is_dir():
         yield str(path)  # a device or a pipe, which has no content to keep
         return
+    if target.is_dir() and any(target.iterdir()):
+        raise IsADirectoryError(errno.EISDIR, "This is a folder that is not empty; give the path of a file", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target.parent) as scratch:
         part = Path(scratch) / Path(path).name
         yield str(part)
+        if target.is_file() and part.is_file():
+            shutil.copymode(target, part)
         for beside in Path(scratch).iterdir():
             if beside != part:
                 os.replace(beside, target.parent / beside.name)

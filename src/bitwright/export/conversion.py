@@ -52,7 +52,22 @@ _FINALIZED_REMEDY = f"It was finalized for Core AI, whose operators no other tar
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _OF_THE_DISK = {
     getattr(errno, name)
-    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOSPC", "EPERM", "EROFS")
+    for name in (
+        *(
+            "EACCES",
+            "EDQUOT",
+            "EFBIG",
+            "EIO",
+            "EISDIR",
+            "ELOOP",
+            "EMFILE",
+            "ENAMETOOLONG",
+            "ENFILE",
+            "ENOSPC",
+            "ENOTDIR",
+        ),
+        *("ENOTEMPTY", "EPERM", "EROFS"),
+    )
     if hasattr(errno, name)  # not every system has all of them
 }
 """Errors of files that cannot be written, whatever the model."""
