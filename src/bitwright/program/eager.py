@@ -359,7 +359,7 @@ class _RecordingMode(TorchFunctionMode):
         return run
 
 
-_BRANCHING = frozenset({"cond", "while_loop"})
+_BRANCHING = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
 
 # Attributes of a tensor that are ops.
 _TRANSPOSES = frozenset({"T", "mT", "H", "mH"})

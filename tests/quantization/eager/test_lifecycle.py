@@ -10,6 +10,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as control_map
+from torch._higher_order_ops.scan import scan
 
 from bitwright import ExportBackend
 from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError, TraceError
@@ -326,8 +329,19 @@ def test_weights_of_inference_mode_are_refused_by_name():
             assert torch.allclose(prepared(x), model(x), atol=0.1)
 
 
-def test_layers_in_branches_are_told():
-    """Weights that only torch.cond reads stay as they are."""
+IN_SCOPES = {
+    "cond": lambda layer, x: torch.cond(x.sum() > 0, lambda y: layer(y), lambda y: y * 2, (x,)),
+    "map_impl": lambda layer, x: control_map(lambda row: layer(row), x),
+    "scan": lambda layer, x: scan(lambda carried, row: (layer(row) + carried, carried.clone()), x[0] * 0, x)[1],
+    "a transform such as torch.vmap": lambda layer, x: associative_scan(
+        lambda one, other: layer(one) + other, x, 0, combine_mode="generic"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_SCOPES)
+def test_layers_in_branches_and_loops_are_told(name):
+    """Weights that only a higher-order operator reads stay as they are."""
 
     class Branches(nn.Module):
         def __init__(self):
@@ -335,10 +349,11 @@ def test_layers_in_branches_are_told():
             self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
 
         def forward(self, x):
-            return self.last(torch.cond(x.sum() > 0, lambda y: self.first(y), lambda y: y * 2, (x,)))
+            return self.last(IN_SCOPES[name](self.first, x))
 
+    torch.manual_seed(0)
     x, model, config = torch.ones(3, 4), Branches().eval(), QuantizerConfig.presets.w8(execution_mode="eager")
-    with pytest.raises(PlanError, match=r"enclosed-weight.*1 weight.*first\.weight \(cond\)"):
+    with pytest.raises(PlanError, match=rf"enclosed-weight.*1 weight.*first\.weight \({name}\)"):
         Quantizer(model, config).prepare((x,), strict=True)
     expected = model(x)
     prepared = Quantizer(model, config.set_module_name("first", None)).prepare((x,), strict=True)
