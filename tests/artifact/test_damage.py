@@ -104,6 +104,13 @@ def _layout(manifest, name="0.weight"):
     return manifest["tensors"][name]["layout"]
 
 
+def _activation(manifest):
+    return next(iter(manifest["activations"].values()))["layout"]
+
+
+BLOCKS = {"granularity": "per_block", "axis": None}
+
+
 HOSTILE = {
     "future version": lambda m: m.update(format_version=2),
     "version as bool": lambda m: m.update(format_version=True),
@@ -139,8 +146,19 @@ HOSTILE = {
     "tensor without parts": lambda m: m["tensors"].update(extra={"file": 0, "layout": _layout(m)}),
     "infinite number": lambda m: _layout(m).update(quant_max=float("inf")),
     "not a list of files": lambda m: m.update(files={}),
-    "activation out of range": lambda m: next(iter(m["activations"].values()))["layout"].update(quant_max=1 << 20),
-    "activation of an unknown format": lambda m: next(iter(m["activations"].values()))["layout"].update(format="x"),
+    "activation out of range": lambda m: _activation(m).update(quant_max=1 << 20),
+    "activation of an unknown format": lambda m: _activation(m).update(format="x"),
+    "activation of an unknown granularity": lambda m: _activation(m).update(granularity="x"),
+    "activation of a path": lambda m: _activation(m).update(granularity="../../etc/passwd"),
+    "activation of a far axis": lambda m: _activation(m).update(granularity="per_channel", axis=10**30),
+    "activation of an axis far from the end": lambda m: _activation(m).update(granularity="per_channel", axis=-17),
+    "whole activation with an axis": lambda m: _activation(m).update(axis=0),
+    "whole activation in blocks": lambda m: _activation(m).update(block_size=2),
+    "activation in blocks of no size": lambda m: _activation(m).update(BLOCKS),
+    "activation in blocks of negative size": lambda m: _activation(m).update(BLOCKS, axis=0, block_size=-1),
+    "activation in blocks of size 0": lambda m: _activation(m).update(BLOCKS, block_size=[0, 1]),
+    "activation in blocks of no dimension": lambda m: _activation(m).update(BLOCKS, block_size=[]),
+    "activation in blocks of another rank": lambda m: _activation(m).update(BLOCKS, block_size=[1, 1, 1]),
 }
 
 
@@ -149,6 +167,13 @@ def test_hostile_manifests_are_refused(copy, name):
     _rewrite(copy, HOSTILE[name])
     with pytest.raises(ArtifactError):
         _read_everything(copy)
+
+
+@pytest.mark.parametrize("blocks", [{"axis": -1, "block_size": 1}, {"axis": None, "block_size": [-1, 1]}])
+def test_blocks_of_activations_are_read_as_they_are_written(copy, blocks):
+    """An axis may count from the end, and -1 is a whole dimension."""
+    _rewrite(copy, lambda m: _activation(m).update(BLOCKS, **blocks))
+    assert len(_read_everything(copy)) == 3
 
 
 @pytest.mark.parametrize(

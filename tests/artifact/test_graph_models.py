@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from bitwright.artifact import Artifact, ArtifactError
+from bitwright.export.conversion import ConversionError
+from bitwright.export.lowering import lower
 from bitwright.inspection import bits_per_weight, compare
 from bitwright.quantization import Quantizer, QuantizerConfig
 
@@ -83,6 +85,38 @@ def test_tied_weights_are_stored_and_counted_once(tmp_path: Path) -> None:
     assert torch.equal(loaded(ids), eager(ids))
     report = compare(model, graph, [ids])
     assert {layer.bytes_after for layer in report.layers if "norm" not in layer.name} == {24 * 16 + 24 * 4}
+
+
+def test_prepared_graphs_inside_a_model_are_named() -> None:
+    """Their simulators are the graph's own: neither the artifact nor an exporter may take the float weights."""
+    model, x = _trained(), torch.randn(4, 3, 9, 9)
+    graph = Quantizer(model, QuantizerConfig.presets.w8()).prepare((x,))
+    whole = nn.Sequential(graph, nn.Flatten())
+    with pytest.raises(ArtifactError, match=r"'0' is a prepared graph inside this model.*graph itself"):
+        Artifact.from_model(whole)
+    with pytest.raises(ConversionError, match=r"'0' is a prepared graph inside this model.*graph itself"):
+        lower(whole, lambda _, tensor: nn.Identity(), lambda _, simulator: None)
+
+
+class Branching(nn.Module):
+    """A layer before a control-flow op, whose bodies are graphs inside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def test_graphs_with_control_flow_are_packed() -> None:
+    prepared = Quantizer(Branching().eval(), QuantizerConfig.presets.w8()).prepare((torch.randn(2, 4),))
+    assert sum(isinstance(module, fx.GraphModule) for module in prepared.modules()) == 3
+    assert Artifact.from_model(prepared).compressed == ("layer.weight",)
+    assert lower(prepared, lambda _, tensor: nn.Identity(), lambda _, simulator: None).weights.keys() == {
+        "layer.weight"
+    }
 
 
 def test_another_model_is_refused_unchanged() -> None:

@@ -15,6 +15,7 @@ from bitwright.casting._numbers import (
     fits_tensor,
     loses_precision,
     narrow_bound,
+    narrow_bounds,
     narrow_scalar,
     narrow_tensor,
     narrow_threshold,
@@ -65,6 +66,20 @@ def test_bounds_are_one_only_for_one(value: float) -> None:
         assert (abs(bound) == 1.0) == (abs(value) == 1.0)
         assert (abs(bound) < 1.0) == (abs(value) < 1.0)
         assert bound == nearest or (abs(nearest) == 1.0 and abs(bound - nearest) <= torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bounds_of_several_elements_are_one_only_for_one(dtype: torch.dtype) -> None:
+    """Each takes the next number on its own side of 1 or -1; what stands elsewhere is rounded, and zero stays zero."""
+    eps = torch.finfo(dtype).eps
+    tensor = torch.tensor([1.0, 0.99999, 1.00001, -1.0, -0.99999, -1.00001, 0.0, -INF, math.nan, 1e-30, 0.3])
+    narrow = narrow_bounds(tensor.view(1, 11), dtype)
+    assert narrow.shape == (1, 11)
+    assert narrow.dtype == dtype
+    below, above = 1 - eps / 2, 1 + eps
+    assert narrow[0, :8].tolist() == [1.0, below, above, -1.0, -below, -above, 0.0, -INF]
+    assert narrow[0, 8].isnan()
+    assert narrow[0, 9:].tolist() == [narrow_scalar(1e-30, dtype), narrow_scalar(float(tensor[10]), dtype)]
 
 
 @given(st.floats(-65504, 65504), st.booleans())

@@ -57,7 +57,7 @@ class QuantizedActivation:
             quant_max=simulator.quant_max,
             formulation="minval" if simulator._current_grid().formulation == "minval" else "zp",
             scheme=simulator.qscheme.value,
-            granularity=type(granularity).registry_key() or type(granularity).__name__,
+            granularity=type(granularity).registry_key(),
             axis=granularity.axis,
             block_size=granularity.block_size if isinstance(granularity, PerBlockGranularity) else None,
             dynamic=simulator.is_stateless,

@@ -20,7 +20,7 @@ from .compress import compress_tensor
 from .errors import ArtifactError
 from .folded_norms import FoldedNorms
 from .from_graph import graph_tensors
-from .graph_sites import GraphSimulators
+from .graph_sites import GraphSimulators, inner_graph_words
 from .layouts import TensorLayout
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
 from .sites import WeightSite, activation_simulators, dense_state, further_names, own_state, weight_sites
@@ -83,12 +83,15 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Raises:
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
                 not calibrated. The message names it. Or the model was finalized for a backend, or is a graph whose
-                weights were packed.
+                weights were packed, or a prepared graph stands inside it.
         """
         target = finalized_for(model)
         if target is not None:
             raise ArtifactError(f"{finalized_words(target)} Make the artifact of the prepared model.")
         _check_unpacked_graphs(model)
+        inside = inner_graph_words(model)
+        if inside:
+            raise ArtifactError(f"{inside} Make the artifact of the graph itself, or prepare the whole model.")
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges = graph_tensors(model)
             return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))

@@ -11,7 +11,7 @@ from torch import fx, nn
 from bitwright._utils.weight_simulators import graph_stack
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["GraphSimulators", "GraphWeight", "simulator_of", "state_of"]
+__all__ = ["GraphSimulators", "GraphWeight", "inner_graph_words", "simulator_of", "state_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,22 @@ class GraphSimulators:
 
     def __bool__(self) -> bool:
         return bool(self.weights or self.activations)
+
+
+def inner_graph_words(model: nn.Module) -> str:
+    """Return the first sentence of an error about prepared graphs that stand inside a model; empty if there are none.
+
+    Nothing reads the simulators there but the graph itself. Bodies of control-flow ops hold no simulators.
+    """
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if path and isinstance(module, fx.GraphModule) and GraphSimulators.of(module)
+    ]
+    if not paths:
+        return ""
+    verb = "is a prepared graph" if len(paths) == 1 else "are prepared graphs"
+    return f"{', '.join(map(repr, paths[:10]))} {verb} inside this model, which was not prepared as a whole."
 
 
 def simulator_of(module: fx.GraphModule, node: fx.Node) -> FakeQuantizeImplBase | None:

@@ -15,6 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bitwright.formats import NumberFormat, format_of, packed_size
 from bitwright.kernels import Grid, block_counts
+from bitwright.quantization.spec import (
+    PerBlockGranularity,
+    PerTensorGranularity,
+    PerTokenGranularity,
+    QuantizationGranularity,
+)
 
 __all__ = [
     "ActivationLayout",
@@ -42,8 +48,13 @@ _DTYPES: dict[str, torch.dtype] = {
 
 _MAX_NUMEL = 1 << 44
 
+_MAX_RANK = 16
+
 _Size = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
-Shape: TypeAlias = Annotated[tuple[_Size, ...], Field(max_length=16)]
+_Axis = Annotated[int, Field(ge=-_MAX_RANK, lt=_MAX_RANK)]
+_BlockLength = Annotated[int, Field(ge=1, le=_MAX_NUMEL)]
+_BlockLengths = Annotated[tuple[_BlockLength | Literal[-1], ...], Field(min_length=1, max_length=_MAX_RANK)]
+Shape: TypeAlias = Annotated[tuple[_Size, ...], Field(max_length=_MAX_RANK)]
 FloatName: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 ScaleName: TypeAlias = Literal["float32", "float16", "bfloat16", "float8_e8m0fnu"]
 PartShape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -327,8 +338,9 @@ class ActivationLayout(_Schema):
         formulation: ``"zp"`` or ``"minval"``.
         scheme: ``"symmetric"``, ``"asymmetric"`` or ``"symmetric_with_clipping"``.
         granularity: ``"per_tensor"``, ``"per_channel"``, ``"per_block"``, ``"per_token"`` or a registered key.
-        axis: channel axis, None where there is none.
-        block_size: block length or lengths of ``"per_block"``, else None.
+        axis: channel axis, negative from the end; None where there is none.
+        block_size: block length of ``"per_block"`` along ``axis``, or one for each dimension, -1 for a whole one; else
+            None.
         dynamic: the parameters are computed from each tensor at run time, so none are stored.
         scale_dtype: ``"float8_e8m0fnu"`` for power-of-two scales, else ``"float32"``.
         counts: shape of the stored parameters.
@@ -340,8 +352,8 @@ class ActivationLayout(_Schema):
     formulation: Literal["zp", "minval"]
     scheme: Literal["symmetric", "asymmetric", "symmetric_with_clipping"]
     granularity: str
-    axis: int | None = None
-    block_size: int | tuple[int, ...] | None = None
+    axis: _Axis | None = None
+    block_size: _BlockLength | _BlockLengths | None = None
     dynamic: bool = False
     scale_dtype: Literal["float32", "float8_e8m0fnu"] = "float32"
     counts: Shape = ()
@@ -349,6 +361,23 @@ class ActivationLayout(_Schema):
     @model_validator(mode="after")
     def _check_grid(self) -> Self:
         self.grid  # noqa: B018 - building it checks format, range and formulation
+        return self
+
+    @model_validator(mode="after")
+    def _check_granularity(self) -> Self:
+        known = QuantizationGranularity.REGISTRY
+        if self.granularity not in known:
+            raise ValueError(
+                f"unknown granularity {self.granularity!r}; known are {', '.join(known)}, and what "
+                "QuantizationGranularity.register adds: import the module that does"
+            )
+        kind = known[self.granularity]
+        if (self.block_size is None) == issubclass(kind, PerBlockGranularity):
+            raise ValueError(f"granularity {self.granularity!r} does not go with block_size {self.block_size!r}")
+        if kind in (PerTensorGranularity, PerTokenGranularity) and self.axis is not None:
+            raise ValueError(f"granularity {self.granularity!r} has no axis, got {self.axis}")
+        if not self.dynamic and isinstance(self.block_size, tuple) and len(self.block_size) != len(self.counts):
+            raise ValueError(f"block_size {self.block_size} does not fit parameters of shape {self.counts}")
         return self
 
     @property

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ._cleanup import CAST_OPS, cleanup_casts
 from ._float_plan import IGNORED, FloatPlan, touches_float32
-from ._numbers import narrow_bound, narrow_scalar, narrow_tensor, narrow_threshold
+from ._numbers import narrow_bound, narrow_bounds, narrow_scalar, narrow_tensor, narrow_threshold
 from ._operators import attribute_of, bound_arguments, bounds_results, called_graphs, is_creation, op_name
 from ._program import finish, replace_state, static_inputs
 from ._retype import DtypeInference, Retyper, dtypes_of, set_dtypes
@@ -154,10 +154,7 @@ def sync_metadata_assertion(node: Node) -> None:
 
 def _narrow_constant(node: Node, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the stored float32 ``tensor`` that ``node`` stands for in ``dtype``."""
-    narrow = narrow_tensor(tensor, dtype)
-    if tensor.numel() == 1 and bounds_results(node):
-        narrow.fill_(narrow_bound(float(tensor), dtype))
-    return narrow
+    return narrow_bounds(tensor, dtype) if bounds_results(node) else narrow_tensor(tensor, dtype)
 
 
 def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:

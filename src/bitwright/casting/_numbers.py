@@ -57,10 +57,7 @@ def narrow_bound(value: float, dtype: torch.dtype) -> float:
     A number that only comes near 1 or -1 guards the pole of a logarithm, an arctangent or a quotient, so that it takes
     the next number of ``dtype`` on its own side.
     """
-    narrowed = narrow_scalar(value, dtype)
-    if abs(narrowed) != 1.0 or abs(value) == 1.0:
-        return narrowed
-    return _neighbour(narrowed, math.copysign(math.inf if abs(value) > 1.0 else 0.0, value), dtype)
+    return float(narrow_bounds(torch.tensor(value, dtype=torch.float64), dtype))
 
 
 def narrow_threshold(value: float, dtype: torch.dtype, *, above: bool) -> float:
@@ -124,7 +121,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def narrow_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a float32 ``tensor`` in ``dtype``, entry by entry as :func:`narrow_scalar` does; the argument stays."""
+    """Return a float ``tensor`` in ``dtype``, entry by entry as :func:`narrow_scalar` does; the argument stays."""
     values = tensor.detach()
     limit = largest(dtype)
     saturated = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
@@ -132,4 +129,14 @@ def narrow_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     vanished = (narrow == 0) & (values != 0)
     if bool(vanished.any()):
         narrow = torch.where(vanished, torch.copysign(torch.full_like(narrow, smallest(dtype)), narrow), narrow)
+    return narrow
+
+
+def narrow_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a ``tensor`` of float32 or float64 in ``dtype``, entry by entry as :func:`narrow_bound` does."""
+    narrow, magnitude = narrow_tensor(tensor, dtype), tensor.detach().abs()
+    rounded = (narrow.abs() == 1.0) & (magnitude != 1.0)
+    if bool(rounded.any()):
+        beside = torch.where(magnitude > 1.0, _neighbour(1.0, math.inf, dtype), _neighbour(1.0, 0.0, dtype))
+        narrow = torch.where(rounded, torch.copysign(beside.to(dtype), narrow), narrow)
     return narrow

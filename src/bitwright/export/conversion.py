@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
-from bitwright.artifact.graph_sites import GraphSimulators
+from bitwright.artifact.graph_sites import GraphSimulators, inner_graph_words
 from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
@@ -34,7 +34,7 @@ from bitwright.program.unlift import reserved_state
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
-    "places_by_operator", "plain_layout", "refuse_finalized", "refuse_missing",
+    "places_by_operator", "plain_layout", "refuse_finalized", "refuse_inner_graphs", "refuse_missing",
 ]  # fmt: skip
 
 OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
@@ -327,6 +327,17 @@ def is_prepared_graph(model: nn.Module) -> bool:
     return in_graph or (isinstance(model, TracedGraphModule) and not simulators_in(model))
 
 
+def refuse_inner_graphs(model: nn.Module) -> None:
+    """Raise if a prepared graph stands inside a model.
+
+    Raises:
+        ConversionError: one does; names it.
+    """
+    inside = inner_graph_words(model)
+    if inside:
+        raise ConversionError(f"{inside} Export the graph itself, or prepare the whole model.")
+
+
 def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
     """Return a prepared model in the form of ``backend``; the model itself is not changed.
 
@@ -338,6 +349,7 @@ def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
         ConversionError: the model was finalized for another backend.
     """
     refuse_finalized(model, backend)
+    refuse_inner_graphs(model)
     if not is_prepared_graph(model):
         from .eager import finalize_eager
 

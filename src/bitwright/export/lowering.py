@@ -22,7 +22,7 @@ from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .conversion import is_prepared_graph, refuse_finalized
+from .conversion import is_prepared_graph, refuse_finalized, refuse_inner_graphs
 from .devices import on_device_of
 from .eager import replace_modules
 from .graph import clean_up, compressed
@@ -63,9 +63,10 @@ def lower(model: nn.Module, make_weight: MakeWeight, make_activation: MakeActiva
     Raises:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
             not calibrated.
-        ConversionError: the model was finalized for a backend.
+        ConversionError: the model was finalized for a backend, or a prepared graph stands inside it.
     """
     refuse_finalized(model)
+    refuse_inner_graphs(model)
     if isinstance(model, fx.GraphModule) and is_prepared_graph(model):
         return _lower_graph(model, make_weight, make_activation)
     return _lower_eager(shared_copy(model).eval(), make_weight, make_activation)
