@@ -14,7 +14,8 @@ from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConf
 from bitwright.palettization.config import PATSchedule
 from bitwright.palettization.spec import DKMTrainingSpec, PerGroupedChannelGranularity, STETrainingSpec
 from bitwright.palettization.spec.soft_assignment import _attention
-from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
+from bitwright.pruning.spec import ChannelStructured
 from bitwright.quantization.spec import QuantizationSpec
 
 from .networks import config_of, simulators
@@ -214,13 +215,20 @@ def test_straight_through_ends_with_the_indices_of_the_last_step(refit):
         assert torch.equal(sim.indices.long(), nearest(layer.parametrizations.weight.original, sim))
 
 
-def dkm_by_hand(weight: torch.Tensor, palette: torch.Tensor, temperature: float, iterations: int) -> torch.Tensor:
-    """Attention with the softmax of -d²/τ, and entries as attention-weighted means, in float64."""
+def dkm_by_hand(
+    weight: torch.Tensor,
+    palette: torch.Tensor,
+    temperature: float,
+    iterations: int,
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with the softmax of -d²/τ, and entries as means weighted by it and by importance, in float64."""
     w, c = weight.double().flatten(), palette.double().flatten()
     tau = temperature * w.var(correction=0)
+    share = torch.ones_like(w) if importance is None else importance.double().flatten()
     for _ in range(iterations):
         attention = torch.softmax(-((w[:, None] - c[None]) ** 2) / tau, 1)
-        c = (attention * w[:, None]).sum(0) / attention.sum(0)
+        c = (attention * (share * w)[:, None]).sum(0) / (attention * share[:, None]).sum(0)
     attention = torch.softmax(-((w[:, None] - c[None]) ** 2) / tau, 1)
     return (attention @ c).view(weight.shape)
 
@@ -236,6 +244,105 @@ def test_dkm_is_its_fixed_point(iterations):
         assert torch.allclose(soft.double(), dkm_by_hand(weight, start, 0.1, iterations), atol=1e-5)
         twice = dkm_by_hand(weight, start, 0.1, 2 * iterations)
         assert torch.allclose(model[0].weight.double(), twice, atol=1e-5)
+
+
+def pruned(
+    strategy: dict, sparsity: float = 0.75, scheme: object = None, **spec: object
+) -> tuple[KMeansPalettizer, nn.Module]:
+    """A layer with a mask below its palette."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    chosen = PruningSpec(target_sparsity=sparsity, **({} if scheme is None else {"pruning_scheme": scheme}))
+    masks = ModuleMagnitudePrunerConfig(op_state_spec={"weight": chosen})
+    model = MagnitudePruner(model, MagnitudePrunerConfig(global_config=masks)).prepare((torch.randn(2, 64),))
+    palettizer = KMeansPalettizer(
+        model, config_of(PalettizationSpec(n_bits=2, training_strategy_spec=strategy, **spec))
+    )
+    return palettizer, palettizer.prepare((torch.randn(2, 64),))
+
+
+def masked(model: nn.Module) -> torch.Tensor:
+    chain = model.parametrizations.weight
+    return torch.where(chain[0].mask, chain.original.detach(), 0.0)
+
+
+def test_dkm_of_a_pruned_weight_is_that_of_the_entries_kept():
+    """Zeros have no part in attention's unit nor in palettes, and stay zero."""
+    palettizer, model = pruned({"type": "dkm", "temperature": 0.001})
+    weight, start = masked(model), simulators(model)[0].centroids.clone()
+    kept = weight != 0
+    with palettizer.training_mode():
+        soft = model.weight.detach()
+    assert torch.equal(soft != 0, kept)
+    assert torch.allclose(soft[kept].double(), dkm_by_hand(weight[kept], start, 0.001, 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("spec", [{}, {"granularity": PerGroupedChannelGranularity(axis=0, group_size=16)}], ids=str)
+def test_forwards_of_a_pruned_weight_keep_its_palettes_good(strategy, spec):
+    """All entries serve what is kept, after many steps without an optimizer too; a soft palette loses a third."""
+    palettizer, model = pruned(strategy, **spec)
+    before = F.mse_loss(model.eval().weight, masked(model))
+    with palettizer.training_mode():
+        for _ in range(20):
+            model(torch.randn(2, 64))
+            palettizer.step()
+    assert F.mse_loss(model.eval().weight, masked(model)) < 1.5 * before
+
+
+def test_dkm_of_channels_that_are_pruned_whole():
+    """A group that has nothing left leaves weight, gradient and palettes finite."""
+    granularity = PerGroupedChannelGranularity(axis=0, group_size=1)
+    palettizer, model = pruned({"type": "dkm"}, 0.5, ChannelStructured(), granularity=granularity)
+    with palettizer.training_mode():
+        model(torch.randn(2, 64)).square().sum().backward()
+    assert (masked(model) == 0).all(1).any()
+    assert model.parametrizations.weight.original.grad.isfinite().all()
+    assert simulators(model)[0].centroids.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20])
+def test_dkm_weighs_by_sensitivities(scale):
+    """Palettes are means weighted by importance, whatever its unit."""
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1})
+    sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
+    sim.sensitivities = scale * torch.rand(8, 16) ** 4
+    _ = model[0].weight
+    start = sim.centroids.clone()
+    with palettizer.training_mode():
+        soft = model[0].weight
+    expected = dkm_by_hand(weight, start, 0.1, 3, sim.sensitivities)
+    assert torch.allclose(soft.double(), expected, atol=1e-5)
+    assert not torch.allclose(soft.double(), dkm_by_hand(weight, start, 0.1, 3), atol=1e-3)
+
+
+def test_dkm_weighs_each_entry_of_a_vector():
+    """Each coordinate of a palette entry is the mean by the importance of that coordinate."""
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1, "iterations": 1}, cluster_dim=2)
+    sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
+    sim.sensitivities = torch.rand(8, 16) ** 4
+    _ = model[0].weight
+    start = sim.centroids[0].double()
+    with palettizer.training_mode():
+        _ = model[0].weight
+        found = sim.centroids[0].double()
+    w, share = (t.double().view(4, 2, 16).transpose(1, 2).reshape(-1, 2) for t in (weight, sim.sensitivities))
+    distances = (w[:, None] - start[None]).square().sum(-1)
+    attention = torch.softmax(-distances / (0.1 * w.var(0, correction=0).sum()), 1)
+    assert torch.allclose(found, attention.T @ (share * w) / (attention.T @ share), atol=1e-5)
+
+
+def test_dkm_of_a_group_without_importance_counts_all_alike():
+    """As clustering does: sensitivities of zero are no reason to give a group up."""
+    spec = {"granularity": PerGroupedChannelGranularity(axis=0, group_size=4)}
+    palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1}, **spec)
+    sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
+    sim.sensitivities = torch.cat((torch.zeros(4, 16), torch.rand(4, 16)))
+    _ = model[0].weight
+    start = sim.centroids.clone()
+    with palettizer.training_mode():
+        soft = model[0].weight
+    assert torch.allclose(soft[:4].double(), dkm_by_hand(weight[:4], start[0], 0.1, 3), atol=1e-5)
 
 
 def test_dkm_gradients_flow_through_assignment_and_palette():

@@ -213,6 +213,22 @@ def test_statistics_merge_and_go_through_files(tmp_path):
         whole.merge(other)
 
 
+def test_sparse_gradients_are_those_of_the_dense_embedding():
+    """Rows that several tokens use count once, with the square of the sum."""
+    torch.manual_seed(0)
+    dense, tokens = nn.Embedding(24, 16), torch.tensor([[1, 2, 1], [3, 1, 2]])
+    sparse = nn.Embedding(24, 16, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    found = []
+    for model in (dense, sparse):
+        palettizer = palettized(model, (tokens,))
+        with palettizer.calibration_mode(loss_fn=lambda output, target: output.square().sum()) as helper:
+            for part in tokens:
+                helper.step(model(part), None)
+        found.append(model.parametrizations.weight[0].sensitivities)
+    assert torch.equal(*found)
+
+
 def test_a_gradient_of_zeros_makes_all_entries_equal():
     """A weight that the loss does not depend on is clustered without weights."""
     statistics = SensitivityStatistics()

@@ -178,7 +178,7 @@ class _KMeansFakePalettize(PaletteState):
         scaled = self._scale_by_per_channel_scale(weight) if self.enable_per_channel_scale else weight
         matrix = self._reordered(scaled)
         vectors = self._blocks_to_cluster(matrix, self.granularity.axis)
-        weights = self._weights_of(weight, matrix)
+        weights = self.importance_of(weight)
         fast, measured = self.enable_fast_kmeans_mode, self._lut_fake_quantizer is not None
         try:
             found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed, measured=measured)
@@ -191,8 +191,12 @@ class _KMeansFakePalettize(PaletteState):
         indices = self._layout(matrix.shape).join_indices(found.indices).contiguous()
         return palettes.to(vectors.dtype), indices
 
-    def _weights_of(self, weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
-        """Return the importance of each entry as ``[P, N, D]``; None where all are equal."""
+    def importance_of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return how much each entry counts in clustering, float32 ``[P, N, D]``; None where all count alike.
+
+        Raises:
+            ValueError: the sensitivities have another shape than ``weight``.
+        """
         importance = self._sensitivities
         if self.preserve_zeros:
             kept = (weight != 0).float()
@@ -204,7 +208,7 @@ class _KMeansFakePalettize(PaletteState):
                 f"sensitivities of shape {tuple(importance.shape)} do not fit the weight of shape {tuple(weight.shape)}"
             )
         importance = self._reordered(importance.detach().to(weight.device))
-        return self._layout(matrix.shape).split(importance.float())
+        return self._layout(importance.shape).split(importance.float())
 
     def hard_assign(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with each vector replaced by its palette entry; no gradient reaches ``weight``."""
@@ -239,7 +243,7 @@ class _KMeansFakePalettize(PaletteState):
             if refit:
                 vectors, context = self.vectorize(weight.detach())
                 places = context.layout.split_indices(self.indices)
-                weights = self._weights_of(weight.detach(), self._reordered(weight.detach()))
+                weights = self.importance_of(weight.detach())
                 self.centroids = means_of_members(vectors, places, self.centroids, weights)
                 self.quantize_lut(self._raw_lut(self.centroids))
         self._indices_stale = False

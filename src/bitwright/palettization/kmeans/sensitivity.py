@@ -35,9 +35,9 @@ class SensitivityStatistics:
         self.sums: dict[str, torch.Tensor] = {}
 
     def add(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take in the gradients of one batch."""
+        """Take in the gradients of one batch, dense or sparse."""
         for name, gradient in gradients:
-            square = gradient.detach().float().square()
+            square = gradient.detach().float().to_dense().square()
             if name in self.sums:
                 self.sums[name] += square
             else:

@@ -26,12 +26,13 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         """Return the weight made of mixtures; it is differentiable in ``weight``, also through the palette."""
         vectors, context = module.vectorize(weight)
         vectors = vectors.float()
+        importance = _relative(module.importance_of(weight.detach()))
         palette = module.centroids.detach().float()
         with torch.no_grad():
-            unit = _unit(vectors, self.temperature)
+            unit = _unit(vectors, importance, self.temperature)
             for _ in range(self.iterations - 1):
-                palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
-        palette = _mean_of_members(vectors, _attention(vectors, palette, unit), palette)
+                palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
+        palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
         module.set_centroids(palette.detach())
         attention = _attention(vectors, palette, unit)
         mixed = attention @ module.quantize_lut(palette)
@@ -39,15 +40,30 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         return soft
 
 
-def _unit(vectors: torch.Tensor, temperature: float) -> torch.Tensor:
+def _relative(importance: torch.Tensor | None) -> torch.Tensor | None:
+    """Return importance ``[P, N, D]`` as parts of the largest of each group; one without any counts all alike."""
+    if importance is None:
+        return None
+    largest = importance.amax((1, 2), keepdim=True)
+    return torch.where(largest > 0, importance / largest, 1.0)
+
+
+def _unit(vectors: torch.Tensor, importance: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """Return the temperature in units of the variance of ``[P, N, D]`` vectors, ``[P, 1, 1]``.
 
-    Vectors that are equal up to rounding have none. They are as close to one entry as to the next: their own size as a
-    unit says so, without dividing by zero.
+    Entries without importance, such as pruned ones, have no part in it. Vectors that are equal up to rounding have no
+    variance. They are as close to one entry as to the next: their own size as a unit says so, without dividing by zero.
     """
     number = torch.finfo(torch.float32)
+    if importance is None:
+        spread = vectors.var(1, correction=0).sum(-1)
+    else:
+        counted = (importance > 0).float()
+        count = counted.sum(1, keepdim=True).clamp_min(1.0)
+        vectors = vectors * counted
+        means = vectors.sum(1, keepdim=True) / count
+        spread = (counted * (vectors - means).square() / count).sum((1, 2))
     largest = vectors.square().sum(-1).amax(1)
-    spread = vectors.var(1, correction=0).sum(-1)
     unit = torch.where(spread > number.eps**2 * largest, temperature * spread, largest)
     return unit.clamp_min(number.tiny).view(-1, 1, 1)
 
@@ -64,10 +80,16 @@ def _attention(vectors: torch.Tensor, palette: torch.Tensor, unit: torch.Tensor)
     return torch.softmax(closeness.masked_fill(closeness < _LEAST_CLOSENESS, -torch.inf), dim=-1)
 
 
-def _mean_of_members(vectors: torch.Tensor, attention: torch.Tensor, palette: torch.Tensor) -> torch.Tensor:
-    """Return each entry moved to the mean of its members; one without members stays (equation 2)."""
-    mass = attention.sum(1).unsqueeze(-1)
-    means = (attention.transpose(1, 2) @ vectors) / mass.clamp_min(_SMALLEST_MASS)
+def _mean_of_members(
+    vectors: torch.Tensor, importance: torch.Tensor | None, attention: torch.Tensor, palette: torch.Tensor
+) -> torch.Tensor:
+    """Return each entry moved to the (weighted) mean of its members; one without members stays (equation 2)."""
+    members = attention.transpose(1, 2)
+    if importance is None:
+        mass, total = attention.sum(1).unsqueeze(-1), members @ vectors
+    else:
+        mass, total = members @ importance, members @ (vectors * importance)
+    means = total / mass.clamp_min(_SMALLEST_MASS)
     return torch.where(mass > _SMALLEST_MASS, means, palette)
 
 

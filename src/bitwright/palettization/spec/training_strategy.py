@@ -15,8 +15,8 @@ __all__ = ["DefaultTrainingSpec", "TrainingStrategy", "TrainingStrategySpec"]
 class TrainingStrategy(ABC):
     """What a palettized weight does in training.
 
-    The simulator offers ``vectorize``, ``devectorize``, ``hard_assign``, ``centroids``, ``set_centroids`` and
-    ``quantize_lut``.
+    The simulator offers ``vectorize``, ``devectorize``, ``importance_of``, ``hard_assign``, ``centroids``,
+    ``set_centroids`` and ``quantize_lut``.
 
     Attributes:
         follows_weight: whether the last step of an optimizer leaves indices that are not those of the weight.
