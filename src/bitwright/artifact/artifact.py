@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bitwright._utils.files import make_empty_directory, new_directory_atomically
+from bitwright._utils.files import new_directory_atomically
 from bitwright._utils.kept_layouts import finalized_for, finalized_words
 from bitwright._utils.own_states import asks_for_states, list_own_states
 from bitwright._utils.packed_weights import PackedWeight
@@ -27,7 +27,7 @@ from .sites import WeightSite, activation_simulators, dense_state, further_names
 from .storage import DEFAULT_SHARD_BYTES, StoredFiles, StoredTensors, TensorWriter, file_sizes, read_activations
 from .tensors import CompressedTensor, DenseTensor
 
-__all__ = ["Artifact", "make_empty_directory"]
+__all__ = ["Artifact"]
 
 
 class Artifact(Mapping[str, CompressedTensor[Any]]):
