@@ -93,6 +93,28 @@ def test_batches_of_all_sizes_up_to_the_largest(preset, tmp_path):
         run_executorch(path, (torch.randn(41, 3, 8, 8),))
 
 
+@pytest.mark.parametrize(
+    ("preset", "layout", "largest"),
+    [
+        ("w8", torch.channels_last, 20),
+        ("w8", torch.channels_last, None),
+        ("w8", torch.contiguous_format, 20),
+        ("w8a8", torch.channels_last, 20),
+    ],
+)
+def test_images_with_channels_last(preset, layout, largest, tmp_path):
+    """Of all sizes and in any layout, whatever the layout of the example."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=layout)
+    ready = _prepared(Convolving(), getattr(QuantizerConfig.presets, preset)(execution_mode="eager"), (x,))
+    sizes = None if largest is None else ({0: Dim("batch", max=largest)},)
+    path = export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=sizes)
+    for number in (2,) if largest is None else (1, 2, largest):
+        images = torch.randn(number, 3, 8, 8)
+        for given in (images, images.contiguous(memory_format=torch.channels_last)):
+            assert sqnr(ready(given), run_executorch(path, (given,))[0]) > (90 if preset == "w8" else 45)
+
+
 @pytest.mark.parametrize("size", [Dim.DYNAMIC, Dim("batch", min=2)])
 def test_sizes_without_an_end_are_refused(size, tmp_path):
     x = torch.randn(2, 3, 8, 8)

@@ -492,3 +492,19 @@ def test_dkm_of_channels_without_spread(value):
     assert gradient.isfinite().all()
     assert gradient[:4].abs().max() < 10
     assert gradient[4:].abs().max() > 0
+
+
+def test_dkm_of_a_group_that_became_zero():
+    """Its weights are far from all entries, in units of their spread: the nearest entry has them."""
+    spec = {"granularity": PerGroupedChannelGranularity(axis=0, group_size=4)}
+    palettizer, model = toy(strategy={"type": "dkm"}, **spec)
+    palette, weight = simulators(model)[0].centroids, model[0].parametrizations.weight.original
+    with torch.no_grad():
+        palette.mul_(1000)
+        weight.mul_(1000)[:4] = 0
+    start = palette.clone()
+    with palettizer.training_mode():
+        soft = model[0].weight
+        (soft * torch.randn_like(soft)).sum().backward()
+    assert soft[:4].abs().max() <= start[0].abs().min()
+    assert weight.grad.isfinite().all()

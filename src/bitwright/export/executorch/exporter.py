@@ -96,7 +96,8 @@ def export_executorch(
 
     Args:
         model: prepared in eager or graph mode; not changed.
-        example_inputs: positional inputs.
+        example_inputs: positional inputs. ExecuTorch's runtimes read the memory of an input in the layout of the
+            example (channels last, or contiguous), without a check.
         path: the file to write.
         example_kwargs: keyword inputs. The program takes tensors by position: these come after the positional ones.
         dynamic_shapes: as for ``torch.export``; ExecuTorch plans memory for the largest size of each dimension, so

@@ -22,7 +22,9 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
 
     Args:
         path: the file.
-        inputs: tensors in the order of the program's inputs; what is none among them is passed over, as in the file.
+        inputs: tensors in the order of the program's inputs, in any layout: ExecuTorch itself takes the memory of an
+            input as the layout that the program was exported with, channels last or contiguous. What is no tensor is
+            passed over, as in the file.
 
     Returns:
         The tensors among its outputs, in their order.
@@ -33,7 +35,8 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
     """
     require("executorch.kernels.quantized", "executorch", "Running ExecuTorch programs")
     try:
-        outputs = load(path).execute([plain_layout(tensor.cpu()) for tensor in _tensors(inputs)])
+        method = load(path)
+        outputs = method.execute(_in_layouts(path, [tensor.cpu() for tensor in _tensors(inputs)]))
         return [output.clone() for output in _tensors(outputs)]
     except RuntimeError as error:
         raise ConversionError(
@@ -112,9 +115,35 @@ def largest_inputs(program: torch.export.ExportedProgram) -> Any:
                     f"ExecuTorch plans memory for the largest size of each dimension, but dynamic_shapes leaves "
                     f"dimension {axis} of input {number} unbounded. Give it a torch.export.Dim with a max."
                 )
-            entries = torch.arange(int(length)) % leaves[number].shape[axis]
-            leaves[number], dynamic = leaves[number].index_select(axis, entries), True
+            leaf, dynamic = leaves[number], True
+            larger = leaf.index_select(axis, torch.arange(int(length)) % leaf.shape[axis])
+            leaves[number] = larger.contiguous(memory_format=_layout(leaf))
     return tree_unflatten(leaves, structure) if dynamic else None
+
+
+def _layout(tensor: torch.Tensor) -> torch.memory_format:
+    """Return which of the two layouts that programs take a tensor has."""
+    plain = plain_layout(tensor)
+    return torch.contiguous_format if plain.is_contiguous() else torch.channels_last
+
+
+def _in_layouts(path: str | Path, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the inputs in the layouts that a program was exported with: its runtime reads memory, and no strides."""
+    layouts = [torch.contiguous_format] * len(inputs)
+    if any(tensor.ndim == 4 for tensor in inputs):  # alone can be channels last
+        plan = _plans(path)[0]
+        orders = [getattr(plan.values[index].val, "dim_order", None) for index in plan.inputs]
+        of_tensors = [list(order) == [0, 2, 3, 1] for order in orders if order is not None]
+        for number, channels_last in enumerate(of_tensors[: len(inputs)]):
+            layouts[number] = torch.channels_last if channels_last else torch.contiguous_format
+    return [tensor.contiguous(memory_format=layout) for tensor, layout in zip(inputs, layouts, strict=True)]
+
+
+def _plans(path: str | Path) -> list[Any]:
+    """Return the execution plans of a program's file."""
+    serialized = importlib.import_module("executorch.exir._serialize._program")
+    plans: list[Any] = serialized.deserialize_pte_binary(Path(path).read_bytes()).program.execution_plan
+    return plans
 
 
 def _shapes(inputs: Any) -> str:
@@ -128,11 +157,9 @@ def load(path: str | Path) -> Any:
 
 def kernels_lacking(path: str | Path) -> list[str]:
     """Return the operators of a program's file that the runtime has no kernel for, which it tells by a number alone."""
-    serialized = importlib.import_module("executorch.exir._serialize._program")
     kernels, lacking = _runtime().operator_registry.operator_names, set()
     with contextlib.suppress(Exception):  # of a damaged file, which the runtime's own error is about
-        plans = serialized.deserialize_pte_binary(Path(path).read_bytes()).program.execution_plan
-        for op in (op for plan in plans for op in plan.operators):
+        for op in (op for plan in _plans(path) for op in plan.operators):
             name = f"{op.name}.{op.overload}" if op.overload else op.name
             lacking |= {name} - set(kernels)
     return sorted(lacking)

@@ -75,8 +75,8 @@ def _attention(vectors: torch.Tensor, palette: torch.Tensor, unit: torch.Tensor)
     be below 1e-13 of the largest is zero: smaller numbers soon leave the normal range of float32, where processors
     are slow.
     """
-    closeness = (2 * (vectors @ palette.transpose(1, 2)) - palette.square().sum(-1).unsqueeze(1)) / unit
-    closeness = closeness - closeness.detach().amax(-1, keepdim=True)
+    closeness = 2 * (vectors @ palette.transpose(1, 2)) - palette.square().sum(-1).unsqueeze(1)
+    closeness = (closeness - closeness.detach().amax(-1, keepdim=True)) / unit  # which may be far below all of them
     return torch.softmax(closeness.masked_fill(closeness < _LEAST_CLOSENESS, -torch.inf), dim=-1)
 
 
