@@ -96,9 +96,14 @@ def run_onnx(
         return _run(session, given)
     except Exception as error:
         tensors = ", ".join(f"{name}: {_shown(t.dtype, t.shape)}" for name, t in given.items())
+        other = any(
+            isinstance(size, int) and size != found
+            for value in session.get_inputs()
+            for size, found in zip(value.shape, given[value.name].shape, strict=False)
+        )
         raise ConversionError(
-            f"{str(path)!r} does not take these inputs: {error}. It takes {_described(session)}, got {tensors}. For "
-            "inputs of other sizes export with dynamic_shapes."
+            f"{str(path)!r} does not take these inputs: {error}. It takes {_described(session)}, got {tensors}."
+            + (" For inputs of other sizes export with dynamic_shapes." if other else "")
         ) from error
 
 

@@ -9,6 +9,7 @@ import torch
 
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
+from .convolutions import convolution
 from .embedding_bags import embedding_bag
 from .indexing import SCATTERS, WRITES, indexed_write, scatter_to_places, scattered
 from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, product_by_index, rounding
@@ -39,6 +40,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.addmm.default: product_and_sum(opset),
         aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
         aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
+        aten.convolution.default: convolution(opset),
         aten.cross_entropy_loss.default: cross_entropy(opset),
         aten.einsum.default: product_by_index(opset),
         aten.embedding_bag.padding_idx: embedding_bag,
