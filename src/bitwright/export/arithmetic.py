@@ -80,6 +80,8 @@ class ArithmeticActivation(nn.Module):
         """Return ``x`` quantized and dequantized, in its own dtype."""
         block_size = self.granularity.get_block_size(x.shape, CompressionTargetTensor.ACTIVATION)
         if self.dynamic:
+            if self._is_symmetric_integer and (inner := _joined_dimensions(tuple(x.shape), block_size)) is not None:
+                return self._symmetric(x, inner)
             low, high = reference.min_max(x, block_size)
             if self.powers_of_two:
                 scale = power_of_two_scale_by_arithmetic(torch.maximum(-low, high), self.grid.dtype)
@@ -95,6 +97,24 @@ class ArithmeticActivation(nn.Module):
             codes, scale, zero_point, minval, block_size=block_size, grid=self.grid, output_dtype=x.dtype
         )
 
+    @property
+    def _is_symmetric_integer(self) -> bool:
+        return self.grid.is_integer and self.grid.formulation == "zp" and self.scheme != "asymmetric"
+
+    def _symmetric(self, x: torch.Tensor, inner: tuple[int, ...]) -> torch.Tensor:
+        """Scales from the largest magnitudes of ``inner`` dimensions; the middle code is taken off the bounds."""
+        magnitudes = x.abs()
+        largest = magnitudes.amax(inner, keepdim=True) if inner else magnitudes
+        # A tensor, because CUDA multiplies by the reciprocal of a number, which rounds differently.
+        half = torch.full((), (self.grid.quant_max - self.grid.quant_min) / 2, device=x.device)
+        scale, values = (largest / half).clamp(min=torch.finfo(torch.float32).eps), x
+        if x.dtype != torch.float32:
+            scale, values = scale.float(), x.float()
+        middle = (self.grid.quant_max + self.grid.quant_min + 1) // 2
+        codes = (values / scale).round().clamp(self.grid.quant_min - middle, self.grid.quant_max - middle)
+        y = codes * scale
+        return y if x.dtype == torch.float32 else y.to(x.dtype)
+
     def _float(self, x: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, ...]) -> torch.Tensor:
         view, _, wide, _ = block_view_shape(tuple(x.shape), block_size)
         step = scale.float().reshape(wide if scale.numel() > 1 else [1] * len(wide))
@@ -102,6 +122,12 @@ class ArithmeticActivation(nn.Module):
         fmt = format_of(self.grid.dtype)
         rounded = values.to(fmt.dtype).float() if fmt.bits == 8 else _round_to_fp4(values)
         return (rounded * step).reshape(x.shape).to(x.dtype)
+
+
+def _joined_dimensions(shape: tuple[int, ...], block_size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dimensions that lie inside blocks whole; None where one is split, or the tensor has no elements."""
+    view, inner, _, _ = block_view_shape(shape, block_size)
+    return inner if len(view) == len(shape) and 0 not in shape else None
 
 
 def _round_to_fp4(values: torch.Tensor) -> torch.Tensor:
