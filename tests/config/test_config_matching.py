@@ -287,6 +287,27 @@ class TestKeysWithoutEffect:
             "module_name_configs['head'].op_type_config['add']": (),
         }
 
+    def test_an_op_key_that_only_other_modules_have(self) -> None:
+        """Its nearest name would be the key itself; the message says where it is in place of that."""
+        head = toy_module(2, op_type_config={"add": None, "linera": None}, op_name_config={r"mm_\d": None})
+        rules = resolve_module_rules(ToyConfig(module_name_configs={"head": head}), ToyModel())
+        resolve_op_rule(rules[""], ("mm_1",), ("add", "sum"))
+        resolve_op_rule(rules["head"], "lin", "linear")
+        elsewhere = "is in the model, but not in the modules that belong to module_name_configs['head']."
+        assert [str(key).partition(" matches nothing; ")[2] for key in rules.unmatched_op_keys()] == [
+            rf"'mm_\\d' {elsewhere}",
+            f"'add' {elsewhere}",
+            "nearest: 'linear'.",
+        ]
+        assert rules.unmatched_op_keys()[1].nearest == ()
+
+    def test_a_name_that_is_no_pattern_for_itself(self) -> None:
+        model = nn.Sequential(nn.ModuleDict({"a+b": nn.Linear(2, 2)}))
+        (unmatched,) = resolve_module_rules(ToyConfig(module_name_configs={"0.a+b": None}), model).unmatched
+        assert str(unmatched).endswith(rf"keys are regular expressions, so write {re.escape('0.a+b')!r}.")
+        escaped = ToyConfig(module_name_configs={re.escape("0.a+b"): None})
+        assert resolve_module_rules(escaped, model).unmatched == ()
+
     def test_a_key_that_a_stronger_key_overrides_still_counts_as_matched(self) -> None:
         config = ToyConfig(global_config=toy_module(1, op_type_config={"add": None}, op_name_config={"add": None}))
         rules = resolve_module_rules(config, ToyModel())

@@ -181,6 +181,23 @@ def test_plans_tell_of_masks_that_core_ai_has_no_palettes_for(n_bits, is_dense, 
     assert told == [(Severity.WARNING, reason)] * is_dense
 
 
+@pytest.mark.parametrize(
+    ("activation", "remedy"),
+    [
+        (QuantizationSpec(granularity=blocks(32)), "Use PerTensorGranularity or PerChannelGranularity, or install"),
+        (QuantizationSpec(dtype="float4_e2m1fn", granularity=blocks(32)), "Use an integer or FP8 dtype, with Per"),
+    ],
+)
+def test_plans_for_core_ai_say_what_to_use(activation, remedy):
+    """The place stands before the message; a simulator that was made for the plan has no name."""
+    refused = [problem for problem in check_plan(_plan(W8, activation), "coreai") if problem.severity is Severity.ERROR]
+    assert refused
+    for problem in refused:
+        assert remedy in problem.message
+        assert "<unknown>" not in problem.message
+        assert "_TORCH" not in problem.message
+
+
 def test_reasons_name_nothing_of_the_samples():
     """They are asked of small weights without a name."""
     for label, shape, target in (("float8_e4m3fn", (64, 64), "coreml"), ("int4", (32, 8), "gguf")):

@@ -421,6 +421,16 @@ def test_dynamic_activations_are_refused_by_name():
         quantizer.finalize(backend="coreai")
 
 
+@pytest.mark.parametrize("backend", ["coreai", "coreml"])
+def test_the_remedy_for_dynamic_activations_fits_the_backend(backend):
+    model, x = built(Mlp)
+    quantizer, _ = prepared(model, x, W8, QuantizationSpec(qparam_calculator_cls="dynamic"))
+    with pytest.raises(NotImplementedError, match="Use a static qparam_calculator_cls") as raised:
+        quantizer.finalize(backend=backend)
+    assert ("activation export handler" in str(raised.value)) == (backend == "coreai")
+    assert "_TORCH" not in str(raised.value)
+
+
 def test_a_registered_handler_takes_over(monkeypatch):
     """A plugin exports what Core AI's own ops cannot hold."""
     handlers = {PerBlockGranularity: lambda simulator: nn.Identity()}

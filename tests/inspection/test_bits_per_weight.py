@@ -82,6 +82,12 @@ def test_buffers_that_are_not_persistent_count(prepare: bool) -> None:
     assert bits_per_weight(model).total_weights == expected
 
 
+def test_buffers_that_no_artifact_holds_count() -> None:
+    model = make()
+    model.register_buffer("positions", torch.zeros(100), persistent=False)
+    assert bits_per_weight(model).total_bits == 8 * Artifact.from_model(model).nbytes + 100 * 32
+
+
 def _quantized() -> nn.Module:
     return Quantizer(make(), QuantizerConfig.presets.w4(execution_mode="eager")).prepare(INPUTS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -51,12 +52,24 @@ def test_all_bits_from_one_to_eight(n_bits):
     assert PalettizationSpec(n_bits=n_bits).n_bits == n_bits
 
 
+@pytest.mark.parametrize("n_bits", [4.0, np.int64(4), np.float32(4)])
+def test_whole_numbers_of_other_types_are_bits(n_bits):
+    """YAML's ``4.0`` among them, as in coreai-opt."""
+    spec = PalettizationSpec(n_bits=n_bits)
+    assert spec.n_bits == 4
+    assert type(spec.n_bits) is int
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"n_bits": 0}, "greater than or equal to 1"),
         ({"n_bits": 9}, "less than or equal to 8"),
         ({"n_bits": True}, "valid integer"),
+        ({"n_bits": 4.5}, "valid integer"),
+        ({"n_bits": "4"}, "valid integer"),
+        ({"n_bits": float("inf")}, "valid integer"),
+        ({"n_bits": 9.0}, "less than or equal to 8"),
         ({"cluster_dim": 0}, "greater than 0"),
         ({"n_bit": 4}, "did you mean 'n_bits'"),
         ({"enable_per_channel_scale": "perhaps"}, "boolean"),

@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -120,12 +122,20 @@ class ModuleRule:
 
 
 class _OpKeyUsage:
-    """Which op keys matched so far, and the op names and types that were asked for."""
+    """Which op keys matched so far, and the op names and types that were asked for, by section of the config."""
 
     def __init__(self) -> None:
         self.matched: set[tuple[str, OpLevel, str]] = set()
-        self.names: dict[str, None] = {}
-        self.types: dict[str, None] = {}
+        self.asked: defaultdict[tuple[str, OpLevel], dict[str, None]] = defaultdict(dict)
+
+    def unmatched(self, where: str, level: OpLevel, key: str) -> UnmatchedKey:
+        """Return the key of a section with the names or types that the section's ops go by."""
+        found = self.asked[where, level]
+        outside = {name for (_, kind), names in self.asked.items() if kind is level for name in names}.difference(found)
+        described = _describe_op(where, level, key)
+        pattern = compile_key(key if level is OpLevel.OP_NAME else re.escape(key), described)
+        elsewhere = any(pattern.fullmatch(name) for name in outside)
+        return UnmatchedKey(described, key, tuple(found), section=where if elsewhere else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,11 +170,13 @@ class ModuleRules(Mapping[str, ModuleRule]):
         """Return the op name and op type keys that no :func:`resolve_op_rule` call on these rules has matched.
 
         Keys of entries that own no module are left out: :attr:`unmatched` and :attr:`shadowed` name those.
+
+        Raises:
+            ValueError: a key of ``op_name_config`` is not a valid regular expression.
         """
         entries = {rule.describe(): rule.config for rule in self._rules.values()}
-        seen = {OpLevel.OP_NAME: tuple(self._usage.names), OpLevel.OP_TYPE: tuple(self._usage.types)}
         return tuple(
-            UnmatchedKey(_describe_op(where, level, key), key, seen[level])
+            self._usage.unmatched(where, level, key)
             for where, config in entries.items()
             for level in (OpLevel.OP_NAME, OpLevel.OP_TYPE)
             for key in getattr(config, _OP_SECTION[level])
@@ -366,9 +378,9 @@ def resolve_op_rule(rule: ModuleRule, op_name: str | Sequence[str], op_type: str
     """
     names = (op_name,) if isinstance(op_name, str) else tuple(op_name)
     types = (op_type,) if isinstance(op_type, str) else tuple(op_type)
-    rule.usage.names.update(dict.fromkeys(names))
-    rule.usage.types.update(dict.fromkeys(types))
     where = rule.describe()
+    rule.usage.asked[where, OpLevel.OP_NAME].update(dict.fromkeys(names))
+    rule.usage.asked[where, OpLevel.OP_TYPE].update(dict.fromkeys(types))
     winner: tuple[OpLevel, str, Any] | None = None
     for key, config in rule.config.op_type_config.items():
         if key in types:

@@ -27,12 +27,14 @@ class UnmatchedKey:
         key: the key itself.
         candidates: the names that it could have matched.
         related: candidates that are known to be akin, such as subclasses of the class that the key names.
+        section: the section that the key stands in, if only modules of other sections have what the key names.
     """
 
     where: str
     key: str
     candidates: tuple[str, ...] = field(repr=False)
     related: tuple[str, ...] = ()
+    section: str | None = None
 
     @property
     def nearest(self) -> tuple[str, ...]:
@@ -46,6 +48,11 @@ class UnmatchedKey:
         return tuple(dict.fromkeys([*self.related, *alike, *same_end]))[:3]
 
     def __str__(self) -> str:
+        if self.section is not None:
+            place = f"in the model, but not in the modules that belong to {self.section}"
+            return f"{self.where} matches nothing; {self.key!r} is {place}."
+        if self.key in self.candidates:  # a name with special characters, which the key does not match as a pattern
+            return f"{self.where} matches nothing; keys are regular expressions, so write {re.escape(self.key)!r}."
         near = self.nearest
         return f"{self.where} matches nothing" + (f"; nearest: {', '.join(map(repr, near))}." if near else ".")
 

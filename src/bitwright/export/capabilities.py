@@ -242,11 +242,12 @@ def _as_arithmetic(simulator: FakeQuantizeImplBase) -> Support:
 
 
 def _coreai_activation(simulator: FakeQuantizeImplBase) -> Support:
-    from bitwright.quantization._export_utils import validate_activation_export_supported
+    from bitwright.quantization._export_utils import unsupported_activation
 
     if simulator.is_stateless:
         return Support(Form.REFUSED, "its parameters would have to be computed at run time")
-    return _unless(validate_activation_export_supported, simulator)
+    problem = unsupported_activation(simulator)
+    return Support(Form.PACKED) if problem is None else Support(Form.REFUSED, problem)
 
 
 def _coreml_activation(simulator: FakeQuantizeImplBase) -> Support:

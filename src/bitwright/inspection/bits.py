@@ -18,7 +18,8 @@ class BitsPerWeightResult:
     Attributes:
         bpw: bits of all parameters and buffers over the number of their elements.
         per_module_map: the same by path of the module that owns them.
-        total_bits: all bits; what a packed artifact holds, apart from padding to whole bytes.
+        total_bits: all bits; what a packed artifact holds, apart from padding to whole bytes, and the buffers that are
+            not persistent, which it does not hold.
         total_weights: all elements.
     """
 

@@ -23,6 +23,7 @@ __all__ = [
     "refuse_stateless",
     "register_eager_activation_export_handler",
     "register_graph_activation_export_handler",
+    "unsupported_activation",
     "validate_activation_export_supported",
 ]
 
@@ -77,12 +78,31 @@ def refuse_stateless(
             continue
         if backend == ExportBackend.CoreAI and can_export_stateless_fake_quant(simulator, execution_mode):
             continue
+        remedy = "Use a static qparam_calculator_cls such as 'moving_average'"
+        remedy += ", or register an activation export handler" if backend == ExportBackend.CoreAI else ""
         raise NotImplementedError(
             f"Activation {name!r} uses dynamic quantization ({type(simulator.qparams_calculator).__name__}), which "
-            f"{backend.value} cannot hold: its parameters would have to be computed at run time. Use a static "
-            "qparam_calculator_cls such as 'moving_average', keep the simulated model with ExportBackend._TORCH, or "
-            "register an activation export handler."
+            f"{backend.value} cannot hold: its parameters would have to be computed at run time. {remedy}."
         )
+
+
+def unsupported_activation(simulator: FakeQuantizeImplBase) -> str | None:
+    """Return why Core AI's ``quantize`` and ``dequantize`` do not hold an activation, and what to use; None if they do.
+
+    They hold integers and FP8, per tensor and per channel.
+    """
+    granularity = simulator.granularity
+    if simulator.dtype == torch.float4_e2m1fn_x2:
+        return (
+            "Core AI export does not support FP4 activation quantization: its quantize op has no output for FP4 "
+            "activations. Use an integer or FP8 dtype, with PerTensorGranularity or PerChannelGranularity"
+        )
+    if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
+        return (
+            f"Core AI export does not support {type(granularity).__name__} on activations. Use PerTensorGranularity or "
+            "PerChannelGranularity, or install an extension that registers an activation export handler for it"
+        )
+    return None
 
 
 def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> None:
@@ -91,20 +111,12 @@ def validate_activation_export_supported(simulator: FakeQuantizeImplBase) -> Non
     Raises:
         ValueError: the granularity is neither per tensor nor per channel, or the format is FP4.
     """
-    granularity = simulator.granularity
-    name = getattr(simulator, "tensor_fqn", "<unknown>")
-    if simulator.dtype == torch.float4_e2m1fn_x2:
-        raise ValueError(
-            f"Activation {name!r}: Core AI export does not support FP4 activation quantization: its quantize op has no "
-            "output for FP4 activations. Use an integer or FP8 dtype, or keep the simulated model with "
-            "ExportBackend._TORCH."
-        )
-    if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
-        raise ValueError(
-            f"Activation {name!r}: Core AI export does not support {type(granularity).__name__} on activations. Use "
-            "PerTensorGranularity or PerChannelGranularity, keep the simulated model with ExportBackend._TORCH, or "
-            "install an extension that registers an activation export handler for it."
-        )
+    problem = unsupported_activation(simulator)
+    if problem is not None:
+        name = getattr(simulator, "tensor_fqn", "<unknown>")
+        is_fp4 = simulator.dtype == torch.float4_e2m1fn_x2
+        kept = "" if is_fp4 else "; or keep the simulated model with ExportBackend._TORCH"  # as coreai-opt proposes
+        raise ValueError(f"Activation {name!r}: {problem}{kept}.")
 
 
 def canonicalize_qparam_shape(qparam: torch.Tensor, granularity: QuantizationGranularity) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from hypothesis import given, settings
-from pydantic import ValidationError
+from pydantic import ValidationError, computed_field
 
 from bitwright.common import CompressionType
 from bitwright.quantization.spec import (
@@ -217,6 +217,72 @@ def test_computed_fields_are_in_the_dump_and_accepted_back() -> None:
         name: dumped[name] for name in ("n_bits", "target_dtype", "_quant_range", "quant_min", "quant_max")
     }
     assert QuantizationSpec(**dumped) == QuantizationSpec(dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_bits": 4}, r"has n_bits=8, not 4\..* write dtype='int4', qscheme='symmetric' instead"),
+        ({"n_bits": 2, "dtype": "uint8"}, r"has n_bits=8, not 2\..* write dtype='uint2'"),
+        ({"n_bits": 8, "dtype": "float4_e2m1fn"}, r"has n_bits=4, not 8\..* write dtype='float8_e4m3fn'"),
+        ({"n_bits": 1, "dtype": "int4"}, r"has n_bits=4, not 1\..* write dtype='int1', qscheme='symmetric' instead"),
+        (
+            {"quant_min": -7, "quant_max": 7},
+            r"quant_min=-128, not -7; quant_max=127, not 7\..* dtype='int4', qscheme='symmetric_with_clipping' instead",
+        ),
+        ({"quant_min": -127, "n_bits": 8}, "quant_min=-128, not -127.* qscheme='symmetric_with_clipping' instead"),
+        ({"quant_min": -100}, r"quant_min=-128, not -100\..* leave them out.*float_range limits"),
+        ({"target_dtype": "uint8"}, "has target_dtype=torch.int8, not 'uint8'.* write dtype='uint8'"),
+        ({"_quant_range": [0, 255]}, r"has _quant_range=\(-128, 127\), not \[0, 255\]"),
+    ],
+)
+def test_computed_values_that_contradict_the_dtype_are_refused_with_the_remedy(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        QuantizationSpec(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"n_bits": 8}, {"n_bits": None}, {"quant_max": 127, "target_dtype": "int8"}])
+def test_computed_values_that_agree_or_say_nothing_are_taken(fields: dict[str, Any]) -> None:
+    assert QuantizationSpec(**fields) == QuantizationSpec()
+
+
+@pytest.mark.parametrize("mode", ["python", "json"])
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+def test_a_dump_can_be_edited(dtype: str, mode: str) -> None:
+    """The computed values of the dump are those of the old dtype; one that was edited itself is refused."""
+    dumped = QuantizationSpec(dtype="uint5").model_dump(mode=mode)
+    assert QuantizationSpec(**dumped | {"dtype": dtype}) == QuantizationSpec(dtype=dtype)
+    with pytest.raises(ValidationError, match=r"has n_bits=5, not 4.* write dtype='uint4'"):
+        QuantizationSpec(**dumped | {"n_bits": 4})
+
+
+def test_computed_fields_of_a_subclass_are_taken_whatever_they_say() -> None:
+    class Named(QuantizationSpec):
+        @computed_field  # type: ignore[prop-decorator]
+        @property
+        def label(self) -> str:
+            return f"{self.n_bits} bits"
+
+    assert Named(**Named().model_dump() | {"label": "mine"}) == Named()
+    with pytest.raises(ValidationError, match="has n_bits=8, not 4"):
+        Named(n_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("int2", (2, torch.int8, (-2, 1), -2, 1)),
+        ("uint4", (4, torch.uint8, (0, 15), 0, 15)),
+        ("float8_e5m2", (8, torch.float8_e5m2, (-57344.0, 57344.0), -57344.0, 57344.0)),
+        ("float4_e2m1fn_x2", (4, torch.float8_e4m3fn, (-6.0, 6.0), -6.0, 6.0)),
+    ],
+)
+def test_dumps_of_coreai_opt_are_read(dtype: str, values: tuple[Any, ...]) -> None:
+    """The values are what coreai-opt 0.3.0 writes."""
+    computed = dict(zip(("n_bits", "target_dtype", "_quant_range", "quant_min", "quant_max"), values, strict=True))
+    assert QuantizationSpec(dtype=dtype, **computed) == QuantizationSpec(dtype=dtype)
 
 
 def test_different_specs_are_different_keys() -> None:

@@ -15,8 +15,8 @@ __all__ = ["CompressionSpec"]
 class CompressionSpec(BaseModel):
     """What is done to one tensor. Frozen, hashable, and strict: an unknown field is an error.
 
-    Fields that a subclass *computes* (``computed_field``) appear in ``model_dump()`` and are accepted and ignored
-    on the way back in.
+    Fields that a subclass *computes* (``computed_field``) appear in ``model_dump()``. On the way back in they are
+    accepted and set nothing; a subclass may compare them with what it computes.
 
     Raises:
         pydantic.ValidationError: an unknown field (the message proposes the nearest one), or a bad value.

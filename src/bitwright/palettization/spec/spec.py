@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Annotated, Any
 
 import torch
@@ -35,6 +36,12 @@ _SUPPORTED_LUT_DTYPES = {
 }
 
 
+def _whole_number(value: Any) -> Any:
+    """Return ``value`` as an int if it is a whole number of another type, such as ``4.0``; a bool is none."""
+    whole = isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer()
+    return int(value) if whole else value
+
+
 class PalettizationSpec(CompressionSpec):
     """How one weight is palettized. Frozen, hashable, and equal when all fields are.
 
@@ -59,7 +66,7 @@ class PalettizationSpec(CompressionSpec):
         '2 bit palette per_grouped_channel(None, 8)'
     """
 
-    n_bits: Annotated[int, Field(ge=1, le=8, strict=True)] = 4
+    n_bits: Annotated[int, Field(ge=1, le=8, strict=True), BeforeValidator(_whole_number)] = 4
     lut_qspec: QuantizationSpec | None = None
     granularity: Annotated[
         PalettizationGranularity, BeforeValidator(PalettizationGranularity.maybe_build_from_dict)

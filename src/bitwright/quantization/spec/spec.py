@@ -7,13 +7,21 @@ from inspect import get_annotations
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BeforeValidator, Field, PrivateAttr, computed_field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    computed_field,
+    field_validator,
+    model_validator,
+)
 
 from bitwright.common import CompressionType
 from bitwright.config.spec import CompressionSpec
 from bitwright.formats import format_of, quant_range, storage_dtype
 
-from ._fields import DtypeField, RegisteredClass, ScaleDtypeField, dtype_named
+from ._fields import DtypeField, RegisteredClass, ScaleDtypeField, dtype_name, dtype_named
 from .fake_quantize import FakeQuantizeImplBase
 from .granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
 from .qformulation import QuantizationFormulation
@@ -51,8 +59,12 @@ class QuantizationSpec(CompressionSpec):
         averaging_constant: weight of a further tensor in the moving average, in (0, 1]; None for the calculator's
             own default of 0.01.
 
+    ``n_bits``, ``target_dtype``, ``quant_min`` and ``quant_max`` follow from ``dtype`` and ``qscheme``. They are taken
+    as ``model_dump()`` writes them, and set nothing.
+
     Raises:
-        pydantic.ValidationError: unknown field, a value that is not as above, or two that do not go together.
+        pydantic.ValidationError: unknown field, a value that is not as above, two that do not go together, or a
+            ``n_bits``, ``quant_min`` ... other than the one that follows.
 
     Example:
         >>> spec = QuantizationSpec(dtype="int4", granularity={"type": "per_block", "axis": 1, "block_size": 32})
@@ -128,6 +140,51 @@ class QuantizationSpec(CompressionSpec):
         dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
         return {**data, "scale_dtype": _E8M0} if dtype == _FP4 else data
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_other_computed_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        spec = handler(data)
+        if not isinstance(data, dict):
+            return spec
+        computed = QuantizationSpec.model_computed_fields.keys()
+        given = {key: _as_computed(key, data[key]) for key in computed if data.get(key) is not None}
+        other = [key for key, value in given.items() if value != getattr(spec, key)]
+        if not other:
+            return spec
+        meant = spec._with_computed(given)
+        if meant is not None and given.keys() == computed:  # the dump of another spec, whose fields were edited since
+            return spec
+        meant = meant or spec._with_computed({key: given[key] for key in other})
+        found = "; ".join(f"{key}={getattr(spec, key)!r}, not {data[key]!r}" for key in other)
+        remedy = (
+            "leave them out, as no dtype has these values; float_range limits the values that are represented"
+            if meant is None
+            else f"write dtype={dtype_name(meant.dtype)!r}, qscheme={meant.qscheme.value!r} instead"
+        )
+        raise ValueError(
+            f"dtype={dtype_name(spec.dtype)!r} with qscheme={spec.qscheme.value!r} has {found}. What follows from "
+            f"dtype and qscheme cannot be set: {remedy}."
+        )
+
+    def _with_computed(self, values: dict[str, Any]) -> Self | None:
+        """Return a copy with the nearest dtype and qscheme that have these computed values; None if there are none."""
+        copies = [
+            self.model_copy(update={"dtype": dtype, "qscheme": qscheme})
+            for dtype in self.SUPPORTED_DTYPES
+            for qscheme in _schemes_of(dtype)
+        ]
+        found = [copy for copy in copies if all(getattr(copy, key) == value for key, value in values.items())]
+        return min(found, key=self._distance, default=None)
+
+    def _distance(self, other: Self) -> tuple[bool | str, ...]:
+        same = (
+            other.qscheme == self.qscheme,
+            other.n_bits == self.n_bits,
+            other.dtype.is_floating_point == self.dtype.is_floating_point,
+            other.dtype.is_signed == self.dtype.is_signed,
+        )
+        return (*(not equal for equal in same), str(other.dtype))
+
     @model_validator(mode="after")
     def _check_float_format(self) -> Self:
         if not self.dtype.is_floating_point:
@@ -166,7 +223,7 @@ class QuantizationSpec(CompressionSpec):
                 "SYMMETRIC_WITH_CLIPPING is not supported with a dynamic qparam_calculator_cls. Use qscheme "
                 "'symmetric' or 'asymmetric'."
             )
-        if self.dtype == dtype_named("int1"):
+        if self.qscheme not in _schemes_of(self.dtype):
             raise ValueError(
                 "qscheme 'symmetric_with_clipping' leaves int1 only the code 0. Use qscheme 'symmetric' or "
                 "'asymmetric', or at least 2 bits."
@@ -258,6 +315,21 @@ class QuantizationSpec(CompressionSpec):
     def quant_max(self) -> int | float:
         """Largest code."""
         return self._quant_range[1]
+
+
+def _schemes_of(dtype: torch.dtype) -> list[QuantizationScheme]:
+    """Return the schemes that a format can have."""
+    if dtype.is_floating_point:
+        return [QuantizationScheme.SYMMETRIC]
+    clipping = QuantizationScheme.SYMMETRIC_WITH_CLIPPING
+    return [scheme for scheme in QuantizationScheme if scheme != clipping or dtype != dtype_named("int1")]
+
+
+def _as_computed(key: str, value: Any) -> Any:
+    """Return what a dump holds for a computed field as the field's own type."""
+    if key == "target_dtype" and isinstance(value, str):
+        return dtype_named(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _bits(dtype: torch.dtype) -> int:
