@@ -180,3 +180,16 @@ def test_scopes_of_other_threads_are_none_of_a_captures() -> None:
         assert scopes.result() >= 100
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)) == 1
     assert (torch.no_grad.__enter__, torch.set_grad_enabled.__exit__) == before
+
+
+@pytest.mark.filterwarnings("ignore::bitwright.errors.ConfigMatchWarning")
+@pytest.mark.parametrize("kind", [Clamped, Normed, Codebook])
+@pytest.mark.parametrize("export_with_no_grad", [True, False])
+def test_preparing_changes_none_of_what_the_model_writes_to(kind: type[nn.Module], export_with_no_grad: bool) -> None:
+    """Also where the writes stand in an inner graph, as in captures with gradients."""
+    torch.manual_seed(0)
+    model, x = kind().train(), torch.randn(6, 8)
+    before = copy.deepcopy(model.state_dict())
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8a8())
+    quantizer.prepare((x,), export_with_no_grad=export_with_no_grad)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())

@@ -120,10 +120,15 @@ def _is_weight(simulator: FakeQuantizeImplBase) -> bool:
 
 
 def written_states(program: Program) -> list[StateTensor]:
-    """Return the parameters and buffers that the ops of a graph write to."""
+    """Return the parameters and buffers that the ops of a graph write to, or may: those that an inner graph reads."""
     mutated = mutated_roots(program)
-    arguments = (argument.value for op in program.ops for argument in op.arguments)
-    states = {id(value.state): value.state for value in arguments if value.state is not None and id(value) in mutated}
+    states = {
+        id(argument.value.state): argument.value.state
+        for op in program.ops
+        for argument in op.arguments
+        if argument.value.state is not None
+        and (id(argument.value) in mutated or isinstance(op.target, torch._ops.HigherOrderOperator))
+    }
     return list(states.values())
 
 
