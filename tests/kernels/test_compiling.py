@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +81,94 @@ def test_what_is_compiled_is_said_once_and_what_is_kept_is_not(
     assert printed.count("compiles its CPU kernels") == terminal
     assert logged.count(f"The code is kept in {tmp_path / 'cache'}.") == 1
     assert later == ("", "")
+
+
+_SLOW = """
+import logging, sys, time
+from pathlib import Path
+from bitwright.kernels.cpu import compiling
+
+# Compiling ends when the test has written to the pipe; what is compiled and what is waited for is printed.
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+start = compiling._Notice.on_start
+
+def on_start(self, event):
+    start(self, event)
+    print("compiling", flush=True)
+    sys.stdin.readline()
+
+compiling._Notice.on_start = on_start
+
+def add(a, b):
+    return a + b
+
+function = compiling.compiled(add)
+print("result", compiling.entry(function, 2)(3, 4), *function.stats.cache_hits.values(), flush=True)
+"""
+
+
+def _process(script: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-u", str(script)], stdin=pipe, stdout=pipe, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.skipif(compiling.fcntl is None, reason="files cannot be locked here")
+@pytest.mark.parametrize("killed", [False, True])
+def test_one_process_compiles_and_another_waits_for_it(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one loads what the first one has compiled; it compiles only if the first one was killed."""
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "slow.py").write_text(_SLOW)
+    with _process(tmp_path / "slow.py") as first, _process(tmp_path / "slow.py") as second:
+        try:
+            lines = {process: [_line(process)] for process in (first, second)}
+            (compiling_one,) = (process for process in lines if lines[process][0].startswith("Bitwright compiles"))
+            (waiting,) = (process for process in lines if lines[process][0].startswith("Bitwright waits"))
+            assert _line(compiling_one) == "compiling\n"
+            if killed:
+                os.kill(compiling_one.pid, signal.SIGKILL)
+                rest, _ = waiting.communicate("\n", timeout=120)
+                assert [line.split()[0] for line in rest.splitlines()] == ["Bitwright", "compiling", "result"]
+            else:
+                assert compiling_one.communicate("\n", timeout=120)[0] == "result 7\n"
+                assert waiting.communicate(timeout=120)[0] == "result 7 1\n"
+        finally:
+            first.kill()
+            second.kill()
+
+
+@pytest.mark.parametrize("trouble", ["no locks", "no answer", "no file"])
+def test_where_no_lock_is_to_be_had_functions_are_compiled(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems without locks, a process that never ends and a folder that is gone keep nobody from compiling."""
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "_LONGEST_WAIT", 0.0)
+    asked = []
+
+    class Locks:
+        LOCK_EX = LOCK_NB = 0
+
+        @staticmethod
+        def lockf(file: object, how: int) -> None:
+            asked.append(file)
+            raise OSError("no locks available") if trouble == "no locks" else BlockingIOError
+
+    monkeypatch.setattr(compiling, "fcntl", Locks)
+    add = compiling.compiled(_add)
+    if trouble == "no file":
+        for folder in (tmp_path / "cache").glob("kernels-*"):
+            folder.rename(tmp_path / "elsewhere")
+            folder.write_text("")
+        monkeypatch.setattr(add, "_cache", type(compiling.numba.njit(_add)._cache)())
+    assert compiling.entry(add, 2)(3, 4) == 7
+    assert bool(asked) == (trouble != "no file")
 
 
 def _subtract(a: int, b: int) -> int:

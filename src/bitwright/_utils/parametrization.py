@@ -6,7 +6,9 @@ that stores the base class and rebuilds the parametrized one on loading. It also
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -59,7 +61,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     if not stacked:
         _quicken(module, name)
     if isinstance(module, nn.RNNBase):
-        _use_live_weights(module)
+        _restore_rnn(module)
 
     def undo() -> None:
         chain: Any = own_parametrizations(module)[name]
@@ -204,6 +206,9 @@ def _disguise(module: nn.Module) -> None:
     cls.__setstate__ = _restore_parametrized
     if "__deepcopy__" in vars(cls):  # torch's own; copy would find it on a wrapper too that hands attributes on
         del cls.__deepcopy__
+    if isinstance(module, nn.RNNBase) and "_flat_weights" not in vars(cls):
+        cls._flat_weights = property(_read_flat_weights, _write_flat_weights)
+        cls.forward = _with_live_weights(base.forward)
 
 
 def _reduce_parametrized(self: nn.Module, protocol: Any) -> Any:
@@ -237,33 +242,68 @@ def _restore_parametrized(self: nn.Module, state: dict[str, Any]) -> None:
 
 def _state_of_rnn(module: nn.RNNBase, base: Any) -> dict[str, Any]:
     """Return an RNN's state with its dense weights; RNNBase would first read them through their simulators."""
-    names, references = module._flat_weights_names, module._flat_weight_refs
-    module.__dict__.update(_flat_weights_names=[], _flat_weight_refs=[])
-    try:
-        state: dict[str, Any] = base.__getstate__(module)
-    finally:
-        module.__dict__.update(_flat_weights_names=names, _flat_weight_refs=references)
-    return {**state, "_flat_weights_names": names, "_flat_weights": [original_tensor(module, name) for name in names]}
+    unnamed = base.__new__(type(module))  # the module itself may be running in another thread
+    unnamed.__dict__.update(module.__dict__, _flat_weights_names=[], _flat_weight_refs=[])
+    state: dict[str, Any] = base.__getstate__(unnamed)
+    return {**state, "_flat_weights_names": module._flat_weights_names, "_flat_weights": _dense_weights(module)}
 
 
-class _LiveRNNWeights:
-    """RNN modules keep their weights in a list; fill it through the parametrizations for the time of a call."""
+class _LiveWeights(threading.local):
+    """Weights of the RNNs that are being called in this thread.
 
-    def __call__(self, module: Any, args: Any) -> None:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    Attributes:
+        lists: what each module's call reads as ``_flat_weights``, by the module's ``id``.
+    """
+
+    def __init__(self) -> None:
+        self.lists: dict[int, list[Any]] = {}
 
 
-class _RestoreRNNWeights:
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        _restore_rnn(module)
+_live = _LiveWeights()
+
+
+def _with_live_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of an RNN that uses its weights as its simulators return them.
+
+    RNN modules keep their weights in a list besides. Other threads may call the module at the same time, so that the
+    list that is made for a call is the thread's, and the module keeps that of its dense weights.
+    """
+
+    @functools.wraps(forward)
+    def simulated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key, lists = id(self), _live.lists
+        outer = lists.get(key)
+        lists[key] = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            if outer is None:
+                del lists[key]
+            else:
+                lists[key] = outer
+            _restore_rnn(self)
+
+    return simulated
+
+
+def _read_flat_weights(self: nn.RNNBase) -> Any:
+    live = _live.lists.get(id(self))
+    return self.__dict__["_flat_weights"] if live is None else live
+
+
+def _write_flat_weights(self: nn.RNNBase, value: list[Any]) -> None:
+    if id(self) in _live.lists:
+        _live.lists[id(self)] = value
+    else:
+        self.__dict__["_flat_weights"] = value
+
+
+def _dense_weights(module: Any) -> list[Any]:
+    """Return the tensors behind an RNN's weights; None where torch's parametrization made several of one."""
+    own = own_parametrizations(module)
+    names = module._flat_weights_names
+    return [getattr(own[name], "original", None) if name in own else getattr(module, name, None) for name in names]
 
 
 def _restore_rnn(module: Any) -> None:
-    module._flat_weights = [original_tensor(module, name) for name in module._flat_weights_names]
-
-
-def _use_live_weights(module: nn.RNNBase) -> None:
-    if any(isinstance(hook, _LiveRNNWeights) for hook in module._forward_pre_hooks.values()):
-        return
-    module.register_forward_pre_hook(_LiveRNNWeights(), prepend=True)
-    module.register_forward_hook(_RestoreRNNWeights(), always_call=True)
+    module.__dict__["_flat_weights"] = _dense_weights(module)

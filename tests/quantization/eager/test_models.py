@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright import ExportBackend
+from bitwright.artifact import Artifact
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from tests.measures import sqnr
@@ -122,6 +124,58 @@ def test_lstm_weights_are_quantized():
     decoded = nn.LSTM(8, 16)
     decoded.load_state_dict({name: getattr(prepared, name).detach() for name in decoded.state_dict()})
     assert torch.equal(decoded(x)[0], prepared(x)[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_that_another_thread_calls_meanwhile_keeps_its_weights(kind, packed):
+    """The list of weights that a call uses is not the dense one, nor that of a call that ends before."""
+    torch.manual_seed(0)
+    model, x = kind(8, 16, num_layers=2).eval(), torch.randn(5, 2, 8)
+    prepared = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w4(execution_mode="eager")).prepare((x,)).eval()
+    layer = Artifact.from_model(prepared).packed_model(model) if packed else prepared
+    expected = prepared(x)[0]
+    checked = layer.check_forward_args
+    first, ended, found = threading.Event(), threading.Event(), []
+
+    def check(*arguments):  # in the middle of a forward, just before it uses the weights
+        checked(*arguments)
+        if threading.current_thread() is waiting:
+            first.set()
+            assert ended.wait(60)
+
+    layer.check_forward_args = check
+    waiting = threading.Thread(target=lambda: found.append(layer(x)[0]))
+    waiting.start()
+    assert first.wait(60)
+    meanwhile = layer(x)[0]
+    dense = list(layer._flat_weights)
+    ended.set()
+    waiting.join()
+    assert torch.equal(meanwhile, expected)
+    assert torch.equal(found[0], expected)
+    for name, weight in zip(layer._flat_weights_names, dense, strict=True):
+        assert weight is (layer.parametrizations[name].original if "weight" in name else getattr(layer, name))
+
+
+def test_a_recurrent_layer_that_calls_itself_or_fails_keeps_its_weights():
+    """A call within a call and one that ends with an error leave the outer call's weights and the dense ones."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 8)
+    prepared = Quantizer(nn.LSTM(8, 16), QuantizerConfig.presets.w4(execution_mode="eager")).prepare((x,)).eval()
+    expected, checked, found = prepared(x)[0], prepared.check_forward_args, []
+
+    def check(*arguments):
+        checked(*arguments)
+        prepared.check_forward_args = checked
+        found.append(prepared(x)[0])
+        with pytest.raises(ValueError, match="dtype"):
+            prepared(x.double())
+
+    prepared.check_forward_args = check
+    assert torch.equal(prepared(x)[0], expected)
+    assert torch.equal(found[0], expected)
+    assert prepared._flat_weights[0] is prepared.parametrizations.weight_ih_l0.original
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

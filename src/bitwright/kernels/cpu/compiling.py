@@ -5,6 +5,7 @@ Nothing else imports ``numba.njit``. The kernels of quantization and the cluster
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -13,14 +14,20 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 from numba.core import event as numba_events
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "c_address",
@@ -42,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # What the machine code of every package depends on besides the package's own sources.
 _SHARED_SOURCES = (Path(__file__), Path(__file__).parent.parent / "layout.py")
+
+_LONGEST_WAIT = 300.0  # seconds, for one function of another process, which takes some tens of them at the most
 
 
 def unsupported_reason() -> str | None:
@@ -104,7 +113,49 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
         built: Callable[P, R] = jit(function)
     finally:
         numba_config.CACHE_DIR = before
+    if folder is not None:
+        _compile_in_turn(built, Path(folder) / f"{Path(inspect.getfile(function)).stem}.{function.__name__}.lock")
     return built
+
+
+def _compile_in_turn(dispatcher: Any, path: Path) -> None:
+    """Let one process at a time compile a function; those that waited find its machine code on disk.
+
+    That saves work and nothing else: where files cannot be locked, or a process keeps others waiting for longer than
+    ``_LONGEST_WAIT``, each compiles for itself. The operating system takes the lock from a process that ends.
+    """
+    compile_now = dispatcher.compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        with contextlib.ExitStack() as until_compiled:
+            with contextlib.suppress(OSError):
+                _wait_for_lock(until_compiled.enter_context(path.open("ab")))
+            return compile_now(signature)
+
+    dispatcher.compile = compile_in_turn
+
+
+def _wait_for_lock(file: IO[bytes]) -> None:
+    """Lock a file until it is closed.
+
+    Locks of ``lockf`` belong to the process: a fork does not keep them, threads do not wait for each other.
+
+    Raises:
+        OSError: files of this file system cannot be locked.
+    """
+    if fcntl is None:
+        return
+    deadline = time.monotonic() + _LONGEST_WAIT
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # another process has it
+            _notice.on_wait()
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+        else:
+            return
 
 
 def entry(function: Callable[P, R], arguments: int) -> Callable[P, R]:
@@ -144,6 +195,7 @@ class _Notice(numba_events.Listener):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.given = False
+        self.waiting = False
 
     def on_start(self, event: numba_events.Event) -> None:
         if self.given:
@@ -151,13 +203,23 @@ class _Notice(numba_events.Listener):  # type: ignore[misc]
         self.given = True
         folder = _cache_folder(Path(__file__).parent)
         kept = f"The code is kept in {Path(folder).parent}." if folder else "The code cannot be kept."
-        text = f"Bitwright compiles its CPU kernels for this processor, which takes up to a minute or two. {kept}"
-        logger.info("%s", text)
-        if sys.stderr is not None and sys.stderr.isatty():
-            print(text, file=sys.stderr)
+        _say(f"Bitwright compiles its CPU kernels for this processor, which takes up to a minute or two. {kept}")
 
     def on_end(self, event: numba_events.Event) -> None:
         """Nothing is to be said then."""
+
+    def on_wait(self) -> None:
+        """Say once that another process is waited for, unless this one has said that it compiles."""
+        if self.given or self.waiting:
+            return
+        self.waiting = True
+        _say("Bitwright waits for another process that compiles its CPU kernels, which takes up to a minute or two.")
+
+
+def _say(text: str) -> None:
+    logger.info("%s", text)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(text, file=sys.stderr)
 
 
 _notice = _Notice()
