@@ -106,7 +106,7 @@ class ArithmeticActivation(nn.Module):
         magnitudes = x.abs()
         largest = magnitudes.amax(inner, keepdim=True) if inner else magnitudes
         # A tensor, because CUDA multiplies by the reciprocal of a number, which rounds differently.
-        half = torch.full((), (self.grid.quant_max - self.grid.quant_min) / 2, device=x.device)
+        half = x.new_full((), (self.grid.quant_max - self.grid.quant_min) / 2, dtype=torch.float32)
         scale, values = (largest / half).clamp(min=torch.finfo(torch.float32).eps), x
         if x.dtype != torch.float32:
             scale, values = scale.float(), x.float()
