@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bitwright.base_model_compressor import _Lifecycle
 from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConfig, PalettizationSpec
@@ -508,3 +511,59 @@ def test_dkm_of_a_group_that_became_zero():
         (soft * torch.randn_like(soft)).sum().backward()
     assert soft[:4].abs().max() <= start[0].abs().min()
     assert weight.grad.isfinite().all()
+
+
+def test_dkm_under_autocast_keeps_its_precision():
+    """Attention in half precision has gradients that are off by tens of percent."""
+    palettizer, model = toy(strategy={"type": "dkm"})
+    copies = [model, copy.deepcopy(model)]
+    direction = torch.randn(8, 16)
+    with palettizer.training_mode():
+        for copied, on in zip(copies, (False, True), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                soft = copied.train()[0].weight
+            assert soft.dtype == torch.float32
+            (soft * direction).sum().backward()
+    found = [(c[0].parametrizations.weight.original.grad, simulators(c)[0].centroids) for c in copies]
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_gradient_checkpointing_changes_nothing(strategy, reentrant):
+    """The forward that is repeated starts from the palette of the first one, and moves nothing."""
+    states = []
+    for checkpointed in (False, True):
+        palettizer, model = toy(strategy=strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        with palettizer.training_mode():
+            for _ in range(4):
+                x = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
+                optimizer.zero_grad()
+                y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+                y.square().mean().backward()
+                optimizer.step()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            states.append({**model.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_function_transforms_in_training(strategy):
+    """``torch.func.grad`` gives the gradients of ``backward`` and leaves the model as it is."""
+    palettizer, model = toy(strategy=strategy)
+    x = torch.randn(4, 16)
+    parameters = dict(model.named_parameters())
+    with palettizer.training_mode():
+        if strategy["type"] == "ste":
+            with pytest.raises(RuntimeError, match=r"'0\.weight': torch\.func.*outside of the transform"):
+                grad(lambda p: functional_call(model, p, (x,)).sum())(parameters)
+            model(x)
+        before = copy.deepcopy(model.state_dict())
+        found = grad(lambda p: functional_call(model, p, (x,)).square().mean())(parameters)
+        assert all(torch.equal(value, before[name]) for name, value in copy.deepcopy(model).state_dict().items())
+        model(x).square().mean().backward()
+    for name, parameter in parameters.items():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], expected)

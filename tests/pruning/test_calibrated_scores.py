@@ -81,6 +81,29 @@ def test_statistics_merge(kind):
     assert torch.allclose(first.squares, whole.squares, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("algorithm", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast_leaves_statistics_in_full_precision(algorithm, around):
+    """In the forward of the model, or around the whole calibration with what it ends with."""
+    x = torch.randn(64, 32) @ torch.randn(32, 32) * 0.3 + 1
+    found = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        pruner = MagnitudePruner(
+            nn.Linear(32, 160), config_of(PruningSpec(target_sparsity=0.6, pruning_algo=algorithm))
+        )
+        model = pruner.prepare((x,))
+        scope = torch.autocast("cpu", torch.bfloat16, enabled=on)
+        if around:
+            with scope, pruner.calibration_mode():
+                model(x)
+        else:
+            with pruner.calibration_mode(), scope:
+                model(x)
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+
+
 def test_wanda_is_magnitude_times_input_norm_in_each_row():
     """|W|·‖X‖ with half of each row removed (arXiv 2306.11695, equation 1)."""
     torch.manual_seed(0)

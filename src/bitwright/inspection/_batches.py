@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves
 
 from ._probe import Inputs
 
-__all__ = ["batches_of", "inputs_of"]
+__all__ = ["batches_of", "dynamic_shapes", "example_of", "inputs_of"]
 
 
 def inputs_of(batch: Any, model: nn.Module) -> Inputs:
@@ -48,6 +50,66 @@ def batches_of(data: Any, limit: int | None = None) -> Iterator[Any]:
         yield batch
     if not count:
         raise ValueError("data is empty: pass at least one batch of inputs. An iterator that was used up is empty too.")
+
+
+def example_of(batches: Sequence[Any], model: nn.Module) -> Inputs:
+    """Return the inputs of the first of the batches with the fewest dimensions of size 1, which no graph can vary."""
+    return min((inputs_of(batch, model) for batch in batches), key=_fixed_dimensions)
+
+
+def _fixed_dimensions(inputs: Inputs) -> int:
+    leaves = tree_leaves((inputs.args, dict(inputs.kwargs)))
+    return sum(size < 2 for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
+
+
+def dynamic_shapes(inputs: Inputs, model: nn.Module, others: Iterable[Inputs] | None = None) -> Any:
+    """Return what lets sizes of inputs vary, as ``torch.export`` takes it: by parameter of forward.
+
+    Args:
+        inputs: what the model is captured with; dimensions of size 1 cannot vary.
+        model: the model.
+        others: what else it will be called with. Only the batch, dimension 0, varies then, and dimensions that have
+            another size there. None to let every dimension vary.
+    """
+    named = _by_parameter(inputs, model)
+    more = None if others is None else [_by_parameter(entry, model) for entry in others]
+    return _varying(named, more)
+
+
+def _by_parameter(inputs: Inputs, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
+    """The inputs by forward's parameters; where it does not say which they are, those given by position or by name."""
+    try:
+        return dict(inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments)
+    except (TypeError, ValueError):
+        return dict(inputs.kwargs) or inputs.args
+
+
+def _varying(value: Any, others: Sequence[Any] | None) -> Any:
+    """Return the dynamic shapes of a value; ``others`` are those in its place among further inputs."""
+    if isinstance(value, torch.Tensor):
+        shapes = None if others is None else [entry.shape for entry in others if isinstance(entry, torch.Tensor)]
+        return {dim: Dim.AUTO for dim, size in enumerate(value.shape) if size > 1 and _varies(dim, size, shapes)}
+    if isinstance(value, Mapping):
+        return {key: _varying(entry, _in_place(others, Mapping, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [_varying(entry, _in_place(others, (list, tuple), i)) for i, entry in enumerate(value)]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return None
+
+
+def _in_place(others: Sequence[Any] | None, kind: Any, key: Any) -> list[Any] | None:
+    """What has a place in containers of a kind, in those that have the place."""
+    if others is None:
+        return None
+    return [
+        entry[key]
+        for entry in others
+        if isinstance(entry, kind) and (key in entry if kind is Mapping else key < len(entry))
+    ]
+
+
+def _varies(dim: int, size: int, shapes: Sequence[torch.Size] | None) -> bool:
+    return shapes is None or dim == 0 or any(dim < len(shape) and shape[dim] != size for shape in shapes)
 
 
 def _positional(model: nn.Module) -> int | None:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from bitwright.artifact.from_graph import folded
 from bitwright.artifact.graph_sites import simulator_of
-from bitwright.config.matching import resolve_module_rules
-from bitwright.planning.chains import Chain, find_chains
-from bitwright.program import Argument, Program
+from bitwright.program import Program
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_program import build_program
-from bitwright.quantization._graph.fold_insert import OP_NAME
-from bitwright.quantization.config import QuantizerConfig
-from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from bitwright.program.protect import preserved_state
 
-from ._graph_run import GraphRun, attribute, evaluate
-from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, kind_axis
+from ._batches import dynamic_shapes
+from ._graph_pair import GraphPair
+from ._graph_run import GraphRun
+from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, float_tensors
 
 __all__ = ["GraphProbe"]
 
@@ -31,10 +29,17 @@ __all__ = ["GraphProbe"]
 class GraphProbe(PairProbe):
     """Compares the ops of a compressed graph with those of the float model's own graph.
 
+    Sizes may be constants in a graph. So the float model is captured anew for inputs of sizes that no capture holds
+    for: what is compared is always what the model itself computes.
+
     Args:
-        reference: the float model; it is captured.
+        reference: the float model; it is captured, unless it is a graph.
         compressed: a graph module, prepared or finalized.
         example: inputs to capture the float model with.
+
+    Raises:
+        ValueError: here or later, a graph that was given does not hold for the shapes of inputs.
+        TraceError: the float model cannot be captured.
     """
 
     mode = "graph"
@@ -43,34 +48,35 @@ class GraphProbe(PairProbe):
         super().__init__()
         module = folded(compressed)
         assert isinstance(module, fx.GraphModule)
-        self.compressed, self._unfolded = module, compressed
-        self.reference, program = _captured(reference, example)
-        self._chains: dict[str, Chain] = {}
-        self._ends: dict[str, tuple[fx.Node, fx.Node]] = {}
-        self._weight_args: dict[str, tuple[str, fx.Node]] = {}
-        self._folded: set[str] = set()
+        self._model = reference
+        self._compressed, self._unfolded = module, compressed
+        is_graph = isinstance(reference, fx.GraphModule)
+        self._names = [] if is_graph else list(inspect.signature(reference.forward).parameters)
+        self._other = GraphRun(module, names=self._names)
+        self._pairs: list[GraphPair] = []
+        self._pair_by_kind: dict[Hashable, GraphPair] = {}
+        self._is_reproducible = not is_graph
         self._shown: set[str] = set()
-        self._names = {node.meta.get(OP_NAME, node.name): node for node in self.compressed.graph.nodes}
-        self._find_layers(program, reference)
-        self._by_end = {ends[0]: site for site in self.layers if (ends := self._ends.get(site.name))}
-        keep = {self._ends[site.name][0]: self._outside(site) for site in self.layers if site.name in self._ends}
-        names = [] if isinstance(reference, fx.GraphModule) else list(inspect.signature(reference.forward).parameters)
-        self._own = GraphRun(self.reference, keep, names)
-        self._other = GraphRun(self.compressed, names=names)
+        first = self._pair_for(example)
+        self.layers = first.layers
+        if first.missing:
+            self.notes.append(f"Not in the compressed graph: {', '.join(first.missing)}.")
+        self._sites = {site.name: site for site in self.layers}
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
         """Run the graphs node by node, in step at the layers that both have; see the base class."""
-        other = self._other.steps(inputs)
+        pair = self._pair_for(inputs)
+        own, other = pair.run, self._other.steps(inputs)
         done: set[fx.Node] = set()
         pending: dict[fx.Node, Any] = {}
-        wanted = {ends[1] for ends in self._ends.values()}
-        for node in self._own.steps(inputs):
-            site = self._by_end.get(node)
+        wanted = {ends[1] for ends in pair.ends.values()}
+        for node in own.steps(inputs):
+            site = self._site_at(node, pair)
             if site is None:
                 continue
-            end = self._ends[site.name][1]
-            isolated = self._isolated(site)
-            self._show_to_outputs(site, self._own.values[node])
+            end = pair.ends[site.name][1]
+            isolated = pair.isolated(site.name)
+            self._show_to_outputs(site, end, own.values[node])
             while end not in done:
                 self.recording = True
                 try:
@@ -80,171 +86,137 @@ class GraphProbe(PairProbe):
                 done.add(reached)
                 if reached in wanted:
                     pending[reached] = self._other.values[reached]
-            on_layer(site, self._own.values[node], isolated, pending.pop(end, None))
+            on_layer(site, own.values[node], isolated, pending.pop(end, None))
         self.recording = True
         try:
             for _ in other:
                 pass
         finally:
             self.recording = False
-        return self._own.output(), self._other.output()
+        return own.output(), self._other.output()
 
-    def _show_to_outputs(self, site: LayerSite, output: Any) -> None:
+    def _site_at(self, node: fx.Node, pair: GraphPair) -> LayerSite | None:
+        """Return the layer whose output a node of the float graph computes."""
+        name = pair.names_by_end.get(node)
+        return None if name is None else self._sites.get(name)
+
+    def _show_to_outputs(self, site: LayerSite, end: fx.Node, output: Any) -> None:
         """Let the quantizers behind a layer see the float model's tensor once."""
         if site.name in self._shown or not isinstance(output, torch.Tensor):
             return
         self._shown.add(site.name)
-        for node in self._ends[site.name][1].users:
-            simulator = simulator_of(self.compressed, node)
+        for node in end.users:
+            simulator = simulator_of(self._compressed, node)
             if simulator is not None and simulator in site.activations.values():
                 simulator(output)
 
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
         """Run the float graph with one layer's output computed by the compressed graph's nodes."""
-        if site.name not in self._ends:
+        pair = self._pair_for(inputs)
+        if site.name not in pair.ends:
             return None
-        end = self._ends[site.name][0]
-        for node in self._own.steps(inputs):
+        end = pair.ends[site.name][0]
+        for node in pair.run.steps(inputs):
             if node is end:
-                replaced = self._isolated(site)
+                replaced = pair.isolated(site.name)
                 if replaced is None:
                     return None
-                self._own.values[node] = replaced
-        return self._own.output()
+                pair.run.values[node] = replaced
+        return pair.run.output()
 
     def weight(self, name: str) -> ComparedWeight | None:
         """Return a weight, with batch norms folded into both where they are folded into one."""
-        target, node = self._weight_args[name]
-        compressed = evaluate(self.compressed, node, {})
-        if not isinstance(compressed, torch.Tensor):
-            return None
-        reference = attribute(self.reference, target).detach()
-        simulator = simulator_of(self.compressed, node)
-        entering = reference
-        alone = True
-        if simulator is not None and isinstance(node.args[0], fx.Node):
-            entering = evaluate(self.compressed, node.args[0], {})
-            alone = node.args[0].op != "call_module"
-            if name in self._folded:
-                reference = self._folded_reference(node)
-        if reference.shape != compressed.shape:
-            return None
-        return ComparedWeight(name, reference, compressed.detach(), entering.detach(), simulator, alone)
+        return self._pairs[0].weight(name)
 
-    def _folded_reference(self, node: fx.Node) -> torch.Tensor:
-        """The float model's weight and batch norm, folded as the compressed graph folds its own."""
-        known = {}
-        own = {str(entry.target) for entry in self.reference.graph.nodes if entry.op == "get_attr"}
-        for entry in self._unfolded.graph.nodes:
-            if entry.op == "get_attr" and str(entry.target) in own:
-                known[entry.name] = attribute(self.reference, str(entry.target))
-        calls = {entry.target: entry for entry in self._unfolded.graph.nodes if entry.op == "call_module"}
-        weight: torch.Tensor = evaluate(self._unfolded, calls[node.target].args[0], known)
-        return weight.detach()
+    def _pair_for(self, inputs: Inputs) -> GraphPair:
+        """Return a capture of the float model that holds for inputs of such shapes."""
+        kind = _kind_of(inputs)
+        if kind not in self._pair_by_kind:
+            self._other.check(inputs)
+            self._pair_by_kind[kind] = self._pair_that_holds(inputs)
+        return self._pair_by_kind[kind]
 
-    def _find_layers(self, program: Program, model: nn.Module) -> None:
-        placed: set[int] = set()
-        unmatched = []
-        for chain in find_chains(program, resolve_module_rules(QuantizerConfig(), model)):
-            op = chain.primary
-            ends = self._matching_ends(chain)
-            if ends is None:
-                unmatched.append(op.name)
+    def _pair_that_holds(self, inputs: Inputs) -> GraphPair:
+        if isinstance(self._model, fx.GraphModule):
+            if not self._pairs:
+                self._pairs.append(self._pair(self._model, build_program(self._model, self._model)))
+            self._pairs[0].run.check(inputs)
+            return self._pairs[0]
+        with preserved_state(self._model):
+            output = self._model(*inputs.args, **inputs.kwargs)
+            expected = [tensor.clone() for tensor in float_tensors(output)]
+        for pair in self._pairs:
+            if self._holds(pair, inputs, expected):
+                return pair
+        pair = self._captured(inputs, expected)
+        self._pairs.append(pair)
+        left_out = [site.name for site in self._pairs[0].layers if site.name not in pair.ends]
+        if left_out:
+            self.notes.append(f"Not in the float model's graph for {_described(inputs)}: {', '.join(left_out)}.")
+        return pair
+
+    def _captured(self, inputs: Inputs, expected: list[torch.Tensor]) -> GraphPair:
+        """Capture the model with all sizes free that can be, or else with those of the inputs."""
+        for shapes in (dynamic_shapes(inputs, self._model), None):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    graph, program = capture_graph(self._model, inputs.args, inputs.kwargs, shapes)
+            except RuntimeError:
+                if shapes is None:
+                    raise
                 continue
-            site = LayerSite(op.name, op.type, op.module_path, kind_axis(op.type))
-            head = self._names.get(op.name)
-            folded_norm = chain.batch_norm is not None and chain.batch_norm.name not in self._names
-            for argument in op.arguments:
-                self._add_weight(site, argument, head, folded_norm)
-            for name, simulator in self._simulators_at(head, ends[1]).items():
-                if id(simulator) not in placed:
-                    placed.add(id(simulator))
-                    site.activations[name] = simulator
-            if site.weights or site.activations:
-                self.layers.append(site)
-                self._chains[site.name], self._ends[site.name] = chain, ends
-        if unmatched:
-            self.notes.append(f"Not in the compressed graph: {', '.join(unmatched)}.")
+            pair = self._pair(graph, program)
+            if self._holds(pair, inputs, expected):
+                return pair
+        self._is_reproducible = False
+        self.notes.append(_OTHER_OUTPUT)
+        warnings.warn(_OTHER_OUTPUT, stacklevel=2)
+        return pair
 
-    def _matching_ends(self, chain: Chain) -> tuple[fx.Node, fx.Node] | None:
-        """Return the nodes of both graphs that compute the chain's output, or as much of it as both have."""
-        for op in reversed(chain.ops):
-            other = self._names.get(op.name)
-            if other is None:
-                continue
-            if op is chain.primary and chain.batch_norm is not None:  # the batch norm is folded into the layer
-                return chain.batch_norm.handle, other
-            return op.handle, other
-        return None
+    def _pair(self, graph: fx.GraphModule, program: Program) -> GraphPair:
+        first = self._pairs[0] if self._pairs else None
+        return GraphPair(graph, program, self._model, self._compressed, self._unfolded, self._names, first)
 
-    def _add_weight(self, site: LayerSite, argument: Argument, head: fx.Node | None, folded_norm: bool) -> None:
-        state = argument.value.state
-        if state is None or head is None or not state.tensor.is_floating_point() or not state.is_parameter:
-            return
-        own: fx.Node = argument.op.handle
-        for entry, other in zip(_one_by_one(own.args), _one_by_one(head.args), strict=False):
-            if isinstance(entry, fx.Node) and isinstance(other, fx.Node) and str(entry.target) in state.names:
-                if state.tensor.ndim > 1 or simulator_of(self.compressed, other) is not None:
-                    site.weights.append(state.name)
-                    if folded_norm:
-                        self._folded.add(state.name)
-                    self._weight_args[state.name] = (str(entry.target), other)
-                return
-
-    def _simulators_at(self, head: fx.Node | None, end: fx.Node) -> dict[str, FakeQuantizeImplBase]:
-        """Return activation quantizers in front of a layer, then those behind it."""
-        found: dict[str, FakeQuantizeImplBase] = {}
-        nodes = [*(head.all_input_nodes if head is not None else ()), *end.users]
-        for node in nodes:
-            simulator = simulator_of(self.compressed, node)
-            source = node.args[0] if node.args else None
-            if simulator is None or (isinstance(source, fx.Node) and source.op == "get_attr"):
-                continue
-            found[simulator.tensor_fqn or node.name] = simulator
-        return found
-
-    def _outside(self, site: LayerSite) -> list[fx.Node]:
-        """Nodes of the float graph that a layer reads: they stay alive until it has run."""
-        chain = self._chains[site.name]
-        inside = {op.handle for op in chain.ops}
-        return [node for op in chain.ops for node in op.handle.all_input_nodes if node not in inside]
-
-    def _isolated(self, site: LayerSite) -> Any:
-        known = {node.name: self._own.values[node] for node in self._outside(site) if node.op != "get_attr"}
-        return evaluate(self.compressed, self._ends[site.name][1], known)
-
-
-def _one_by_one(arguments: Sequence[Any]) -> Iterator[Any]:
-    """Yield arguments, those in lists too: the weights of a recurrent layer are one."""
-    for argument in arguments:
-        if isinstance(argument, list | tuple):
-            yield from argument
-        else:
-            yield argument
-
-
-def _captured(model: nn.Module, example: Inputs) -> tuple[fx.GraphModule, Program]:
-    if isinstance(model, fx.GraphModule):
-        return model, build_program(model, model)
-    shapes = _all_dynamic(example)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    def _holds(self, pair: GraphPair, inputs: Inputs, expected: list[torch.Tensor]) -> bool:
+        """Whether a capture computes for inputs what the model does."""
         try:
-            return capture_graph(model, example.args, example.kwargs, shapes)
-        except RuntimeError:
-            return capture_graph(model, example.args, example.kwargs)
+            pair.run.check(inputs)
+            if not self._is_reproducible:
+                return True
+            with preserved_state(self._model):
+                return _agree(expected, float_tensors(pair.run.result(inputs)))
+        except Exception:  # any error of any op: constants do not fit
+            return False
 
 
-def _all_dynamic(example: Inputs) -> tuple[Any, ...] | None:
-    """Let every dimension vary that can, as batches of other sizes may follow."""
+_OTHER_OUTPUT = (
+    "The float model's graph has another output than the float model itself, and the graph is what is compared with. "
+    "Does forward depend on what is not among its inputs, such as state that it keeps from call to call? Then compare "
+    'in eager mode: QuantizerConfig(execution_mode="eager").'
+)
 
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return {dim: Dim.AUTO for dim, size in enumerate(value.shape) if size > 1}
-        if isinstance(value, Mapping):
-            return {key: of(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(of(entry) for entry in value)
-        return None
 
-    return None if example.kwargs else tuple(map(of, example.args))
+def _kind_of(inputs: Inputs) -> Hashable:
+    """What a capture may depend on: shapes and dtypes of tensors, and what is no tensor."""
+    leaves, spec = tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
+    return str(spec), tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:1000] for leaf in leaves
+    )
+
+
+def _described(inputs: Inputs) -> str:
+    leaves = tree_leaves((tuple(inputs.args), dict(inputs.kwargs)))
+    return "inputs of shape " + ", ".join(str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _agree(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    """Whether outputs are the same but for rounding: to half of the digits that their dtype has."""
+    for first, second in zip(expected, found, strict=False):
+        if first.shape != second.shape:
+            return False
+        numbers = torch.nan_to_num(first.double(), 0, 0, 0)
+        distance = (numbers - torch.nan_to_num(second.double(), 0, 0, 0)).norm()
+        if distance > 3 * torch.finfo(first.dtype).eps ** 0.5 * numbers.norm():
+            return False
+    return True

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from bitwright.program.input_check import InputCheck
+
 from ._probe import Inputs
 
 __all__ = ["GraphRun", "attribute", "evaluate"]
@@ -39,6 +41,22 @@ class GraphRun:
         for node, place in last.items():
             self.dying.setdefault(place, []).append(node)
         self.values: dict[fx.Node, Any] = {}
+
+    def check(self, inputs: Inputs) -> None:
+        """Check that the graph holds for the shapes of inputs, as a call of the module would.
+
+        Raises:
+            ValueError: it does not.
+        """
+        check = getattr(self.module, "_input_check", None)
+        if isinstance(check, InputCheck):
+            check.check_leaves(self.module, _flat_inputs(self.module, inputs, self.names))
+
+    def result(self, inputs: Inputs) -> Any:
+        """Run all nodes and return the output."""
+        for _ in self.steps(inputs):
+            pass
+        return self.output()
 
     def steps(self, inputs: Inputs) -> Iterator[fx.Node]:
         """Yield each node once its value is in ``values``; the last one is the output node.

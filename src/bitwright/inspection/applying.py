@@ -17,7 +17,7 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.program.export_errors import blaming_inputs
 
-from ._batches import batches_of, inputs_of
+from ._batches import batches_of, dynamic_shapes, example_of, inputs_of
 from ._probe import Inputs
 from .fidelity import Progress
 
@@ -79,17 +79,21 @@ def apply_configs(
     configs: Sequence[CompressionConfig[Any]],
     data: Iterable[Any],
     *,
+    shapes_of: Sequence[Any] = (),
     strict: bool = False,
     progress: Progress | None = None,
 ) -> AppliedConfig:
     """Apply configurations one after the other to a copy of a model.
 
-    Activations are calibrated with all of ``data``; pruning by scores that need data is, too.
+    Activations are calibrated with all of ``data``; pruning by scores that need data is, too. In graph mode sizes that
+    differ among the batches may vary, as well as the batch size.
 
     Args:
         model: the float model; it is not changed.
         configs: one for each technique, in the order of use.
-        data: batches, as for :func:`~bitwright.inspection.compare`. The first one serves as example inputs.
+        data: batches, as for :func:`~bitwright.inspection.compare`. The first one serves as example inputs; in
+            graph mode, the first one with the fewest dimensions of size 1.
+        shapes_of: further batches that the model will be called with; in graph mode their sizes may vary, too.
         strict: turn every problem of a plan into an error.
         progress: called with what is being done.
 
@@ -101,7 +105,7 @@ def apply_configs(
         raise ValueError("There is nothing to apply: give at least one configuration.")
     say = progress or (lambda _: None)
     batches = data if isinstance(data, (list, tuple)) else list(batches_of(data))
-    example = inputs_of(next(batches_of(batches)), model)
+    first = inputs_of(next(batches_of(batches)), model)
     current = _in_eval_mode(copy.deepcopy(model))
     compressors: list[_BaseModelCompressor] = []
     plans = []
@@ -110,11 +114,12 @@ def apply_configs(
             current = compressors[-1].finalize(current, ExportBackend._TORCH)
         compressor = compressor_for(current, config)
         say(f"preparing: {type(config).__name__}")
-        options: dict[str, Any] = {"example_kwargs": example.kwargs, "strict": strict}
+        example, shapes = first, [None]
         if getattr(config, "execution_mode", None) == "graph":
-            options["dynamic_shapes"] = _any_batch(example)
+            example = example_of([*batches, *shapes_of], model)
+            shapes = _shapes_to_try(example, current, [inputs_of(batch, model) for batch in (*batches, *shapes_of)])
         with blaming_inputs(model, example.args, example.kwargs):
-            compressor, current = _prepared(compressor, config, example, options)
+            compressor, current = _prepared(compressor, config, example, shapes, strict)
         plan = compressor.applied_plan if hasattr(compressor, "applied_plan") else compressor._plan
         if _needs_data(plan):
             _calibrate(compressor, current, batches, model, say)
@@ -132,17 +137,25 @@ def _in_eval_mode(model: nn.Module) -> nn.Module:
 
 
 def _prepared(
-    compressor: Any, config: CompressionConfig[Any], example: Inputs, options: dict[str, Any]
+    compressor: Any, config: CompressionConfig[Any], example: Inputs, shapes: Sequence[Any], strict: bool
 ) -> tuple[Any, nn.Module]:
-    """Prepare with a free batch size, or where the model fixes it, with that of the example."""
+    """Prepare with the first of the dynamic shapes that the model can be captured with; None for those of the example.
+
+    Returns:
+        The compressor, made anew where it failed before, and the prepared model.
+    """
     model = compressor._model
-    try:
-        return compressor, compressor.prepare(example.args, **options)
-    except RuntimeError:
-        if options.pop("dynamic_shapes", None) is None:
-            raise
-        compressor = compressor_for(model, config)
-        return compressor, compressor.prepare(example.args, **options)
+    for given in shapes:
+        options: dict[str, Any] = {"example_kwargs": example.kwargs, "strict": strict}
+        if given is not None:
+            options["dynamic_shapes"] = given
+        try:
+            return compressor, compressor.prepare(example.args, **options)
+        except RuntimeError:
+            if given is None:
+                raise
+            compressor = compressor_for(model, config)
+    raise AssertionError("the last of the shapes is None")
 
 
 def _needs_data(plan: Plan) -> bool:
@@ -162,8 +175,7 @@ def _calibrate(compressor: Any, model: nn.Module, batches: Any, signature: nn.Mo
                 model(*inputs.args, **inputs.kwargs)
 
 
-def _any_batch(example: Inputs) -> Any:
-    """Let the first dimension vary where there is one of more than one entry."""
-    if example.kwargs or not all(isinstance(entry, torch.Tensor) for entry in example.args):
-        return None
-    return tuple({0: torch.export.Dim.AUTO} if x.ndim and x.shape[0] > 1 else {} for x in example.args)
+def _shapes_to_try(example: Inputs, model: nn.Module, batches: Sequence[Inputs]) -> list[Any]:
+    """Return dynamic shapes: all that differ among batches, the batch size alone, and None."""
+    wanted = dynamic_shapes(example, model, batches), dynamic_shapes(example, model, ())
+    return [*(wanted if wanted[0] != wanted[1] else wanted[:1]), None]

@@ -63,7 +63,8 @@ def compare(
 
     Raises:
         TypeError: an argument is no module, or the float model is a graph and the compressed one is not.
-        ValueError: ``data`` is empty, the two models are one, or an output has another shape than before.
+        ValueError: ``data`` is empty, the two models are one, an output has another shape than before, or the
+            compressed model is a graph that does not hold for the sizes of a batch.
         TraceError: in graph mode, the float model cannot be exported.
 
     Example:

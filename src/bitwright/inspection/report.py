@@ -133,7 +133,7 @@ class FidelityReport(_Report):
         batches: batches of data that were run.
         layers: in order of execution.
         end_to_end: the model's outputs.
-        bytes_before: bytes of all parameters and buffers of the float model.
+        bytes_before: bytes of all parameters and persistent buffers of the float model.
         bytes_after: the same for the compressed one in packed form.
         notes: what could not be measured, and why.
     """

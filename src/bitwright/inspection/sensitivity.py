@@ -17,7 +17,7 @@ from torch import nn
 from bitwright.config import CompressionConfig
 from bitwright.program.export_errors import blaming_inputs
 
-from ._batches import batches_of, inputs_of
+from ._batches import batches_of, example_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
@@ -128,7 +128,8 @@ def sweep(
 
     Raises:
         TypeError: ``candidates`` is no mapping from names to configurations.
-        ValueError: ``candidates`` or ``data`` is empty, or ``store`` belongs to another sweep.
+        ValueError: ``candidates`` or ``data`` is empty, ``store`` belongs to another sweep, or in graph mode, forward
+            fixes a size that differs among batches.
         PlanError: a candidate cannot be applied.
     """
     if not isinstance(candidates, Mapping) or not all(isinstance(c, CompressionConfig) for c in candidates.values()):
@@ -151,8 +152,8 @@ def sweep(
                 clock.skip_candidate()
                 continue
             clock.say(f"{name}: compressing")
-            applied = apply_configs(model, [config], calibrating)
-            probe = make_probe(model, applied.model, inputs_of(batches[0], model))
+            applied = apply_configs(model, [config], calibrating, shapes_of=batches)
+            probe = make_probe(model, applied.model, example_of(batches, model))
             sizes = {size.name: size.nbytes for size in stored_sizes(applied.model)}
             sites = [site for site in probe.layers if site.can_substitute]
             clock.begin(len(sites))

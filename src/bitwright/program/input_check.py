@@ -79,7 +79,14 @@ class InputCheck:
         if kwargs:
             named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
             args = [named[name] for name in self.parameters if name in named]
-        leaves = tree_leaves(tuple(args))
+        self.check_leaves(module, tree_leaves(tuple(args)))
+
+    def check_leaves(self, module: nn.Module, leaves: Sequence[Any]) -> None:
+        """Check the flattened inputs of ``module``.
+
+        Raises:
+            ValueError: as for a call.
+        """
         if len(leaves) != len(self.shapes):
             return  # the generated code reports another structure of the arguments
         seen: dict[str, int] = {}
@@ -115,8 +122,12 @@ def _fits(dimensions: tuple[Dimension, ...], shape: tuple[int, ...], seen: dict[
 
 def _misfit(expected: InputShape, dimensions: tuple[Dimension, ...], shape: tuple[int, ...]) -> ValueError:
     captured = ", ".join(map(str, dimensions))
+    pairs = enumerate(zip(dimensions, shape, strict=False))
+    fixed = [place for place, (dimension, size) in pairs if dimension.size not in (None, size)] or [0]
+    shapes = ", ".join(f"{place}: torch.export.Dim.AUTO" for place in fixed)
     return ValueError(
         f"Input {expected.name!r} has shape {shape}, but the graph was captured for ({captured}). Sizes of the "
         "example inputs are fixed in the graph; to let a dimension vary, pass dynamic_shapes to prepare(), for "
-        f"example dynamic_shapes={{{expected.name!r}: {{0: torch.export.Dim.AUTO}}}}."
+        f"example dynamic_shapes={{{expected.name!r}: {{{shapes}}}}}. Where forward itself fixes a size (a Python loop "
+        'over it), give inputs of one size, or set execution_mode="eager" in the QuantizerConfig.'
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from bitwright._utils.full_precision import full_precision
 from bitwright.pruning.spec.scheme import keep_largest
 
 __all__ = ["InverseFactor", "MaskRule", "compensate", "group_rule", "sparsity_rule"]
@@ -114,5 +115,6 @@ def compensate(
             error = torch.where(kept[:, column], 0.0, part[:, column]) / inner[column, column]
             part[:, column:] -= error.unsqueeze(1) * inner[column, column:]
             errors[:, column] = error
-        left[:, stop:] -= errors @ upper[start:stop, stop:]
+        with full_precision(left.device):
+            left[:, stop:] -= errors @ upper[start:stop, stop:]
     return torch.where(mask, left, 0.0), mask

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bitwright._utils.full_precision import full_precision
+
 from ._matrix_form import LayerInputs, MatrixForm
 
 __all__ = ["GramStatistics", "NormStatistics"]
@@ -97,7 +99,9 @@ class GramStatistics(NormStatistics):
     def add(self, inputs: LayerInputs) -> None:
         """Take in the inputs of one call."""
         columns = inputs.columns.float()
-        self._take(inputs.form, columns.shape[1], columns.transpose(1, 2) @ columns)
+        with full_precision(columns.device):
+            products = columns.transpose(1, 2) @ columns
+        self._take(inputs.form, columns.shape[1], products)
 
     @staticmethod
     def _zeros(groups: int, columns: int, device: torch.device | None) -> torch.Tensor:

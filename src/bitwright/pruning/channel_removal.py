@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bitwright._utils.full_precision import full_precision
 from bitwright._utils.parametrization import clear_parametrization, own_parametrizations
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
@@ -288,7 +289,8 @@ def _fold(layer: Any, reader: Reader, removable: torch.Tensor, constant: torch.T
     if not bool(values.any()):
         return
     weight = layer.weight.detach()
-    shift = weight.flatten(2).sum(2) @ values if weight.ndim > 2 else weight @ values
+    with full_precision(weight.device):
+        shift = weight.flatten(2).sum(2) @ values if weight.ndim > 2 else weight @ values
     if layer.bias is None:
         layer.bias = nn.Parameter(torch.zeros_like(shift), layer.weight.requires_grad)
     layer.bias = nn.Parameter(layer.bias.detach() + shift, layer.bias.requires_grad)

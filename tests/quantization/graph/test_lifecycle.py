@@ -517,3 +517,16 @@ def test_a_sum_in_place_in_front_of_a_relu_in_place_is_quantized(add_in_place: b
     assert places[0] == places[1]
     assert len(places[0]) == 8  # three weights, the input, identity, the second layer, the sum, and the output
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["deep", "pickle"])
+def test_quantizers_are_copied_before_prepare_alone(quantizer: Quantizer, copied: Callable[[Any], Any]) -> None:
+    """Once planned, a copy prepares as the original does; once prepared, the error says what can be copied instead."""
+    quantizer.plan((IMAGE,))
+    twin = copied(quantizer).prepare((IMAGE,))
+    prepared = quantizer.prepare((IMAGE,))
+    assert torch.equal(twin(IMAGE), prepared(IMAGE))
+    with pytest.raises(TypeError, match="Copy or pickle the prepared model instead"):
+        copied(quantizer)
+    finalized = quantizer.finalize(copied(prepared), backend=ExportBackend._TORCH)
+    assert torch.equal(finalized(IMAGE), prepared(IMAGE))

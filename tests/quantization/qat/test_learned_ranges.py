@@ -182,6 +182,39 @@ def test_training_batches_leave_the_learned_step_alone():
     assert parameter.item() > first.item()
 
 
+def _write(parameters, how):
+    """Write as averages of weights and optimizers of other libraries do: no version advances."""
+    if how == "copy":
+        for p in parameters:
+            p.data.copy_(p.detach() * 0.5)
+    elif how == "mul":
+        for p in parameters:
+            p.data.mul_(3)
+    else:
+        torch._foreach_mul_([p.data for p in parameters], 0.5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("how", ["copy", "mul", "foreach"])
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+def test_writes_through_data_are_noticed(kind, how, training):
+    """The learned parameters are what they say, whoever wrote them; one that nobody wrote stays the same tensor."""
+    granularity = None if kind == "pact" else GRANULARITIES["per_channel"]
+    fq = make(kind, "activation" if kind == "pact" else "weight", granularity, dtype="uint4", qscheme="asymmetric")
+    x = nn.Parameter(tensor())
+    fq(x)
+    fq.disable_observer()
+    fq.train(training)
+    fq(x)
+    assert fq.qparams_calculator.get_qparams()[0] is fq.qparams_calculator.get_qparams()[0]
+    _write(fq.parameters(), how)
+    twin = copy.deepcopy(fq)
+    expected, found = twin(x), fq(x)
+    assert torch.equal(found, expected)
+    for one, other in zip(fq.calculate_qparams(), twin.calculate_qparams(), strict=True):
+        assert one is other or torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
 @pytest.mark.parametrize("finder", ["minmax", "mse"])
 def test_tensors_of_any_rank_share_a_step(kind, finder):

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bitwright._utils.derived_tensor import DerivedTensor
+from bitwright.kernels.dispatch import is_plain_torch
 from bitwright.palettization.spec import PalettizationGranularity, PerGroupedChannelGranularity
 from bitwright.palettization.spec._vector_layout import VectorLayout
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
@@ -104,7 +105,7 @@ class PaletteState(_FakePalettizeImplBase):
 
     def decode(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what indices and palettes decode to, in shape, dtype and device of ``weight``."""
-        if not self.keep_dense_weight or torch.compiler.is_compiling():
+        if not self.keep_dense_weight or torch.compiler.is_compiling() or not is_plain_torch():
             return self._decode(weight)
         return self._dense.get(self._sources(), lambda: self._decode(weight))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,6 +13,7 @@ from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _I
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
 from bitwright.quantization.spec import QuantizationSpec
 
+from ._assignment import Assignment
 from ._lut_quantizer import is_observed, quantize_frozen
 from ._palette_state import PaletteState
 from ._palettes import find_palettes, fit_to_quantized, means_of_members, nearest_entries
@@ -35,6 +36,8 @@ class _Snapshot(NamedTuple):
     sensitivities: torch.Tensor | None
     initialized: bool
     stale: bool
+    assignment: Assignment | None
+    followed: torch.Tensor | None
 
 
 class _KMeansFakePalettize(PaletteState):
@@ -42,6 +45,8 @@ class _KMeansFakePalettize(PaletteState):
 
     The palettes are found at the first call and stay, with the indices, until ``invalidate``, new ``sensitivities`` or
     a training strategy change them. In eval mode the dense result is kept until indices, palettes or scale change.
+    Where a training strategy moves weights, each vector is assigned anew after ``load_state_dict``, and once the weight
+    or its palettes are others than those of the assignment, as in an average of the weights.
 
     Args:
         n_bits: bits of an index.
@@ -58,6 +63,8 @@ class _KMeansFakePalettize(PaletteState):
         preserve_zeros: entries that come in as zero leave as zero, and have no part in clustering.
         seed: of vector clustering.
     """
+
+    _assignment: Assignment | None = None
 
     def __init__(
         self,
@@ -138,7 +145,7 @@ class _KMeansFakePalettize(PaletteState):
             ValueError: the weight has entries that are not finite.
         """
         self.ensure_initialized(weight)
-        if not self.is_settled:
+        if not (self._disabled or self._is_assigned(weight)):
             self.hard_assign(weight)
 
     def expect_moved_weight(self) -> None:
@@ -153,13 +160,15 @@ class _KMeansFakePalettize(PaletteState):
     def snapshot(self) -> _Snapshot:
         """Return the state, to which :meth:`restore` goes back."""
         buffers = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        return _Snapshot(buffers, self._sensitivities, self._centroids_initialized, self._indices_stale)
+        flags = self._centroids_initialized, self._indices_stale
+        return _Snapshot(buffers, self._sensitivities, *flags, self._assignment, self._followed)
 
     def restore(self, snapshot: _Snapshot) -> None:
         """Go back to an earlier state."""
         self.load_state_dict(snapshot.buffers)
         self._sensitivities = snapshot.sensitivities
         self._centroids_initialized, self._indices_stale = snapshot.initialized, snapshot.stale
+        self._assignment, self._followed = snapshot.assignment, snapshot.followed
 
     def _initialize(self, weight: torch.Tensor) -> None:
         with torch.no_grad():
@@ -169,6 +178,7 @@ class _KMeansFakePalettize(PaletteState):
             if self._lut_fake_quantizer is not None:
                 self.quantize_lut(self._raw_lut(self.centroids))
                 self.indices = self._assign_indices(weight, self.centroids)
+            self._note_assignment(weight)
 
     def _cluster_to_centroids(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return palettes ``[P, K, D]`` and indices for ``weight``; sets the channel scale.
@@ -212,16 +222,31 @@ class _KMeansFakePalettize(PaletteState):
 
     def hard_assign(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with each vector replaced by its palette entry; no gradient reaches ``weight``."""
-        if self._indices_stale:
+        if not self._is_assigned(weight):
             assert self.centroids is not None
             self.indices = self._assign_indices(weight, self.centroids)
             self._indices_stale = False
+            self._note_assignment(weight)
         return self.decode(weight)
+
+    def _is_assigned(self, weight: torch.Tensor) -> bool:
+        if self._indices_stale:
+            return False
+        return self._assignment is None or self._assignment.holds(weight, self.centroids, self.indices)
+
+    def _note_assignment(self, weight: torch.Tensor) -> None:
+        if self._training_strategy.follows_weight and self.centroids is not None and self.indices is not None:
+            self._assignment = Assignment(weight, self.centroids, self.indices)
 
     def _assign_indices(self, weight: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
         """Return the index of the nearest palette entry, after quantization, of each vector."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # averages and checkpoints write to the indices in place
             vectors, context = self.vectorize(weight.detach())
+            if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(vectors):
+                raise RuntimeError(
+                    f"{self.tensor_fqn!r}: torch.func transforms (grad, vmap) cannot look for the nearest palette "
+                    "entries. Run the model with these weights once before, outside of the transform."
+                )
             luts = self._raw_lut(centroids)
             if self._lut_fake_quantizer is not None and is_observed(self._lut_fake_quantizer):
                 luts = quantize_frozen(self._lut_fake_quantizer, luts)[1]
@@ -236,7 +261,6 @@ class _KMeansFakePalettize(PaletteState):
         """
         if not self._indices_stale and _is_copy(self._followed, weight):
             return
-        self._followed = weight.detach().clone()
         assert self.centroids is not None
         with torch.no_grad():
             self.indices = self._assign_indices(weight, self.centroids)
@@ -246,13 +270,18 @@ class _KMeansFakePalettize(PaletteState):
                 weights = self.importance_of(weight.detach())
                 self.centroids = means_of_members(vectors, places, self.centroids, weights)
                 self.quantize_lut(self._raw_lut(self.centroids))
-        self._indices_stale = False
+        self._indices_stale, self._followed = False, weight.detach().clone()
+        self._note_assignment(weight)
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode."""
         if mode:
             self._dense.clear()
         return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.expect_moved_weight()  # the state may have been saved in the middle of training
 
     def _blocks_to_cluster(self, weight_2d: torch.Tensor, axis: int | None) -> torch.Tensor:
         """Return the vectors of each group, ``[P, N, D]``.

@@ -7,33 +7,55 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from bitwright._utils.full_precision import full_precision
+from bitwright.kernels.dispatch import is_plain_torch
+
 from .training_strategy import TrainingStrategy, TrainingStrategySpec
 
 __all__ = ["DKMTrainingSpec"]
 
 _SMALLEST_MASS = 1e-12
 _LEAST_CLOSENESS = -30.0
+_backward_task = torch._C._current_graph_task_id
 
 
 class _SoftAssignmentStrategy(TrainingStrategy):
-    """Attention between vectors and palette entries, and the palette as its fixed point."""
+    """Attention between vectors and palette entries, and the palette as its fixed point.
+
+    A forward within a backward is one that gradient checkpointing repeats: it starts from the palette that the latest
+    forward started from, and leaves the palette as it is.
+    """
+
+    follows_weight = True
 
     def __init__(self, temperature: float = 0.01, iterations: int = 3) -> None:
         self.temperature = temperature
         self.iterations = iterations
+        self._start: torch.Tensor | None = None
 
     def train_forward(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight made of mixtures; it is differentiable in ``weight``, also through the palette."""
+        with full_precision(weight.device):
+            return self._mix(module, weight)
+
+    def _mix(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
         vectors, context = module.vectorize(weight)
         vectors = vectors.float()
         importance = _relative(module.importance_of(weight.detach()))
-        palette = module.centroids.detach().float()
+        stores = torch.compiler.is_compiling() or (_backward_task() == -1 and is_plain_torch())
+        start = module.centroids.detach()
+        if stores:
+            self._start = start
+        elif self._start is not None and _backward_task() != -1:
+            start = self._start
+        palette = start.float()
         with torch.no_grad():
             unit = _unit(vectors, importance, self.temperature)
             for _ in range(self.iterations - 1):
                 palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
         palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
-        module.set_centroids(palette.detach())
+        if stores:
+            module.set_centroids(palette.detach())
         attention = _attention(vectors, palette, unit)
         mixed = attention @ module.quantize_lut(palette)
         soft: torch.Tensor = module.devectorize(mixed.to(weight.dtype), context)

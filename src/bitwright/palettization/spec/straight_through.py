@@ -15,8 +15,12 @@ class _PassGradient(torch.autograd.Function):
     """The second argument in the forward; its gradient goes to the first (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, palettized: torch.Tensor) -> torch.Tensor:
+    def forward(weight: torch.Tensor, palettized: torch.Tensor) -> torch.Tensor:
         return palettized.view_as(palettized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """Nothing is saved; ``torch.func`` wants the method."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

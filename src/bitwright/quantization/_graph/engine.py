@@ -47,6 +47,20 @@ class GraphEngine(Engine):
         self._captured: tuple[TracedGraphModule, GraphDecisions] | None = None
         self._paths: dict[str, str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was captured, which can be neither copied nor pickled, and is captured anew before ``insert``.
+
+        Raises:
+            TypeError: after ``insert``, as the plan stands on what was captured.
+        """
+        if self._captured is None and "program" in self.__dict__:
+            raise TypeError(
+                "A Quantizer in graph mode can be neither copied nor pickled once it has prepared a model: its plan "
+                "refers to the exported program. Copy or pickle the prepared model instead; quantizer.finalize(copy, "
+                "backend=...) takes it."
+            )
+        return {name: value for name, value in self.__dict__.items() if name != "program"} | {"_captured": None}
+
     def plan(self, example: ExampleInputs) -> Plan:
         """Capture the program with ``torch.export`` and plan for it; see the base class."""
         refuse_quantized("Quantizer", self.model, self.config)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from bitwright.kernels.dispatch import is_plain_torch, take_snapshot
 from bitwright.kernels.grid import block_view_shape
 
 from ._calculator_base import QParams, QParamsCalculatorBase
@@ -26,6 +27,12 @@ __all__ = [
 ]
 
 _SMALLEST = torch.finfo(torch.float32).eps
+
+
+def _bits_of(learned: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the elements of the parameters that lie in main memory, as integers."""
+    plain = [p.detach() for p in learned if type(p) is nn.Parameter and p.is_cpu and p.is_contiguous()]
+    return [p.view(-1).view(torch.int32) for p in plain] if is_plain_torch() else []
 
 
 class _Statistics:
@@ -80,7 +87,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         self._restart = True
         #: Joins the statistics of a tensor with those of other processes; set while training in several.
         self._exchange: Callable[[_Statistics], _Statistics] | None = None
-        self._derived: tuple[Any, QParams] | None = None
+        #: What identifies the parameters, their elements, and what follows from them.
+        self._derived: tuple[Any, Any, QParams] | None = None
         #: The parameters as optimizers see them, where FSDP puts gathered ones in their place during a forward.
         self._sharded: dict[str, nn.Parameter] = {}
 
@@ -162,15 +170,22 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         return self._export_mode
 
     def get_qparams(self) -> QParams:
-        """Return the present ``(scale, zero_point, minval)``, detached; the same tensors while nothing changes."""
+        """Return the present ``(scale, zero_point, minval)``, detached; the same tensors while nothing changes.
+
+        A write through ``.data``, which advances no version, is noticed where the elements can be read at once, that is
+        on the CPU.
+        """
         if torch.compiler.is_compiling():
             return self._derive()
         learned: tuple[Any, ...] = tuple(self._parameters[name] for name in self._LEARNED)
         key = [(id(p), p.data_ptr() if type(p) is nn.Parameter else 0, p._version) for p in learned]
-        if self._derived is None or self._derived[0] != key or may_change_unseen():
-            with torch.inference_mode(False), torch.no_grad():  # training saves for its backward what is kept
-                self._derived = key, self._derive()
-        return self._derived[1]
+        derived = self._derived
+        if derived is not None and derived[0] == key and derived[1].holds() and not may_change_unseen():
+            return derived[2]
+        with torch.inference_mode(False), torch.no_grad():  # training saves for its backward what is kept
+            qparams = self._derive()
+            self._derived = key, take_snapshot(*_bits_of(learned)), qparams
+        return qparams
 
     def set_export_mode(self, enabled: bool = True) -> None:
         """Freeze the learned parameters, for the optimizer too, or let them be learned again."""
