@@ -146,3 +146,27 @@ def test_batches_are_moved_behind_a_barrier(kind, sizes, tmp_path):
     for inputs in (x,) if sizes is None else (x, torch.randn(3, 6, 32).half()):
         with torch.no_grad():
             assert sqnr(ready(inputs).float(), run_onnx(path, (inputs,))[0].float()) > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_outputs_of_reductions_have_the_models_type(dtype, tmp_path):
+    """torch.onnx reduces in float32, and leaves what is an output so."""
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return {"sum": y.sum(1), "none": None, "pair": (y.cumsum(1), y), "prod": y[0].prod(-1)}
+
+    torch.manual_seed(0)
+    model, x = Sums().eval().to(dtype), torch.randn(2, 3, 16, dtype=dtype)
+    ready = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,))
+    path = export_onnx(ready, (x,), tmp_path / "m.onnx", output_names=["sum", "running", "values", "prod"])
+    expected = ready(x)
+    assert [output.name for output in onnx.load(str(path)).graph.output] == ["sum", "running", "values", "prod"]
+    for one, found in zip([expected["sum"], *expected["pair"], expected["prod"]], run_onnx(path, (x,)), strict=True):
+        assert found.dtype == dtype
+        assert sqnr(one.float(), found.float()) > 40

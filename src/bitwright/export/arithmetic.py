@@ -102,22 +102,24 @@ class ArithmeticActivation(nn.Module):
         return self.grid.is_integer and self.grid.formulation == "zp" and self.scheme != "asymmetric"
 
     def _symmetric(self, x: torch.Tensor, inner: tuple[int, ...]) -> torch.Tensor:
-        """Scales from the largest magnitudes of ``inner`` dimensions; the middle code is taken off the bounds."""
+        """Scales from the largest magnitudes of ``inner`` dimensions."""
         magnitudes = x.abs()
         largest = magnitudes.amax(inner, keepdim=True) if inner else magnitudes
         # A tensor, because CUDA multiplies by the reciprocal of a number, which rounds differently.
-        half = x.new_full((), (self.grid.quant_max - self.grid.quant_min) / 2, dtype=torch.float32)
+        half = x.new_full((), (self.grid.quant_max - self.grid.quant_min) / 2)
         scale, values = (largest / half).clamp(min=torch.finfo(torch.float32).eps), x
         if x.dtype != torch.float32:
             scale, values = scale.float(), x.float()
         middle = (self.grid.quant_max + self.grid.quant_min + 1) // 2
-        codes = (values / scale).round().clamp(self.grid.quant_min - middle, self.grid.quant_max - middle)
+        origin = middle or 1  # a sum with 0 would keep negative zeros, and optimizers drop it
+        low, high = (bound - middle + origin for bound in (self.grid.quant_min, self.grid.quant_max))
+        codes = ((values / scale).round() + origin).clamp(low, high) - origin
         y = codes * scale
         return y if x.dtype == torch.float32 else y.to(x.dtype)
 
     def _float(self, x: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, ...]) -> torch.Tensor:
         view, _, wide, _ = block_view_shape(tuple(x.shape), block_size)
-        step = scale.float().reshape(wide if scale.numel() > 1 else [1] * len(wide))
+        step = scale.float().reshape([1] * len(wide) if scale.numel() == 1 else wide)
         values = (x.float().reshape(view) / step).clamp(self.grid.quant_min, self.grid.quant_max)
         fmt = format_of(self.grid.dtype)
         rounded = values.to(fmt.dtype).float() if fmt.bits == 8 else _round_to_fp4(values)

@@ -100,7 +100,8 @@ class DynamicActivation(ArithmeticActivation):
 
     def is_found_by_xnnpack(self, shape: torch.Size) -> bool:
         """Whether XNNPACK's range of a row, from its smallest to its largest value, is the simulator's."""
-        alone = isinstance(self.granularity, PerTokenGranularity) or shape.numel() == shape[-1]
+        # The number of elements of a torch.Size would fix the sizes that are dynamic.
+        alone = isinstance(self.granularity, PerTokenGranularity) or all(size == 1 for size in shape[:-1])
         return alone and self.scheme == "asymmetric" and self.grid.quant_max - self.grid.quant_min == _HIGH - _LOW
 
     def with_range(self, x: torch.Tensor) -> torch.Tensor:

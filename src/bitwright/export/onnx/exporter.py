@@ -24,7 +24,7 @@ from .activations import activation_opset, build_activation, has_nodes
 from .averages import average_in_order
 from .builder import NodeBuilder, drop_unread_initializers, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
-from .half import compute_in_float32
+from .half import compute_in_float32, round_outputs
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
@@ -108,6 +108,7 @@ def export_onnx(
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
     _tell_of_states(program)
+    round_outputs(program)
     _fill_in(program, lowered, int4, unsigned_activations)
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)

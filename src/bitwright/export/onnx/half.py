@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
+from torch.export.graph_signature import OutputKind, TensorArgument
+
 from bitwright.export.extras import require
 
-__all__ = ["compute_in_float32"]
+from .builder import onnx_type
+
+__all__ = ["compute_in_float32", "round_outputs"]
 
 # They hand on values of any type, or say in an attribute what they make.
 _ANY_TYPE = {"Cast", "Constant", "Identity", "If", "Loop", "Scan"}
@@ -41,6 +46,34 @@ def compute_in_float32(
     for number, graph in enumerate((model.graph, *model.graph.subgraphs())):
         casts = _Casts(ir, graph, dtype.upper(), f"_float32_{number}" if number else "_float32")
         casts.insert(accumulating_writes_only)
+
+
+def round_outputs(program: Any) -> None:
+    """Give outputs in half precision their type: torch.onnx leaves sums, and other results of reductions, in float32.
+
+    Args:
+        program: torch's ONNX program; changed in place.
+    """
+    exported, graph = program.exported_program, program.model.graph
+    if exported is None:
+        return
+    outputs: Any = exported.graph.output_node().args[0]  # the signature keeps the names before torch.onnx put casts in
+    dtypes = [
+        output.meta["val"].dtype
+        for output, spec in zip(outputs, exported.graph_signature.output_specs, strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
+    ]
+    if len(dtypes) != len(graph.outputs):
+        return
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    for number, (dtype, value) in enumerate(zip(dtypes, list(graph.outputs), strict=True)):
+        if dtype in (torch.float16, torch.bfloat16) and value.dtype == ir.DataType.FLOAT:
+            cast = ir.node("Cast", [value], {"to": onnx_type(dtype)}, name=f"{value.name}_rounded")
+            rounded = cast.outputs[0]
+            rounded.shape, rounded.type = value.shape, ir.TensorType(ir.DataType(onnx_type(dtype)))
+            value.name, rounded.name = f"{value.name}_float32", value.name
+            graph.append(cast)
+            graph.outputs[number] = rounded
 
 
 def _name_types(ir: Any, nodes: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .angles import angle_of_point
 from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .convolutions import convolution
@@ -38,6 +39,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten._native_batch_norm_legit_functional.default: batch_norm(opset),
         aten.add.Tensor: add(opset),
         aten.addmm.default: product_and_sum(opset),
+        aten.atan2.default: angle_of_point,
         aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
         aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
         aten.convolution.default: convolution(opset),
