@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bitwright.palettization import KMeansPalettizer, PalettizationSpec
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
@@ -146,3 +148,53 @@ def test_indices_of_weights_that_do_not_train_stay():
         model[0].parametrizations.weight.original.add_(torch.randn(32, 16))
     model(torch.randn(2, 16))
     assert all(torch.equal(sim.indices, old) for sim, old in zip(simulators(model), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wide_weight_whose_first_inputs_are_never_used(kind):
+    """The elements that are compared lie in many columns, whatever the number of rows."""
+    torch.manual_seed(0)
+    palettizer = KMeansPalettizer(
+        nn.Sequential(nn.Linear(784, 128)),
+        config_of(PalettizationSpec(n_bits=2, training_strategy_spec={"type": kind})),
+    )
+    prepared = palettizer.prepare((torch.randn(2, 784),)).eval()
+    (sim,) = simulators(prepared)
+    dense = prepared[0].parametrizations.weight.original
+    _ = prepared[0].weight
+    for write in (lambda: dense[:, 1:].mul_(0.5), lambda: dense.data[:, 1:].mul_(0.5)):
+        with torch.no_grad():
+            write()
+        palette = sim.centroids.flatten()
+        nearest = palette[(dense.detach().unsqueeze(-1) - palette).abs().argmin(-1)]
+        assert torch.equal(prepared[0].weight.detach(), nearest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_exported_without_a_call_before(kind):
+    """Of a finished model, whose indices are right; a trace cannot look at numbers."""
+    palettizer, model = make(kind)
+    with palettizer.training_mode():
+        train(model)
+    expected = model.eval()(torch.ones(2, 16))
+    _, other = make(kind)
+    other.load_state_dict(model.state_dict())
+    program = torch.export.export(other.eval(), (torch.ones(2, 16),))
+    assert torch.allclose(program.module()(torch.ones(2, 16)), expected)
+
+
+def test_palettes_move_while_a_mode_counts_operations():
+    palettizer, model = make("dkm")
+    before = simulators(model)[0].centroids.clone()
+    with palettizer.training_mode(), FlopCounterMode(display=False):
+        train(model, steps=range(3))
+    assert not torch.equal(simulators(model)[0].centroids, before)
+
+
+def test_pickles_of_all_protocols_know_the_assignment():
+    palettizer, model = make("ste")
+    with palettizer.training_mode():
+        train(model, steps=range(3))
+    expected = model.eval()(torch.ones(2, 16))
+    for protocol in (0, 2, 5):
+        assert torch.equal(pickle.loads(pickle.dumps(model, protocol))(torch.ones(2, 16)), expected)

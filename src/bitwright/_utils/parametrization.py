@@ -288,7 +288,12 @@ def _with_live_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read_flat_weights(self: nn.RNNBase) -> Any:
     live = _live.lists.get(id(self))
-    return self.__dict__["_flat_weights"] if live is None else live
+    if live is not None:
+        return live
+    try:
+        return self.__dict__["_flat_weights"]
+    except KeyError:
+        raise AttributeError("_flat_weights") from None
 
 
 def _write_flat_weights(self: nn.RNNBase, value: list[Any]) -> None:

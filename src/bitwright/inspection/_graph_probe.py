@@ -212,11 +212,15 @@ def _described(inputs: Inputs) -> str:
 
 def _agree(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     """Whether outputs are the same but for rounding: to half of the digits that their dtype has."""
-    for first, second in zip(expected, found, strict=False):
-        if first.shape != second.shape:
-            return False
-        numbers = torch.nan_to_num(first.double(), 0, 0, 0)
-        distance = (numbers - torch.nan_to_num(second.double(), 0, 0, 0)).norm()
-        if distance > 3 * torch.finfo(first.dtype).eps ** 0.5 * numbers.norm():
+    if [first.shape for first in expected] != [second.shape for second in found]:
+        return False
+    for first, second in zip(expected, found, strict=True):
+        numbers = torch.nan_to_num(first, 0, 0, 0)
+        distance = _norm(numbers - torch.nan_to_num(second, 0, 0, 0))
+        if distance > 3 * torch.finfo(first.dtype).eps ** 0.5 * max(_norm(numbers), torch.finfo(first.dtype).tiny):
             return False
     return True
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

@@ -215,6 +215,20 @@ def test_writes_through_data_are_noticed(kind, how, training):
         assert one is other or torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes(dtype):
+    """Of any number of bytes: a step for the whole tensor is one element."""
+    fq = make("lsq", "weight", GRANULARITIES["per_tensor"], dtype="int4")
+    x = tensor()
+    fq(x)
+    state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in fq.state_dict().items()}
+    fq.load_state_dict(state, assign=True)
+    scale = fq.calculate_qparams()[0].clone()
+    for parameter in fq.parameters():
+        parameter.data.mul_(2)
+    assert torch.equal(fq.calculate_qparams()[0], 2 * scale)
+
+
 @pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
 @pytest.mark.parametrize("finder", ["minmax", "mse"])
 def test_tensors_of_any_rank_share_a_step(kind, finder):

@@ -60,7 +60,7 @@ def round_outputs(program: Any) -> None:
     outputs: Any = exported.graph.output_node().args[0]  # the signature keeps the names before torch.onnx put casts in
     dtypes = [
         output.meta["val"].dtype
-        for output, spec in zip(outputs, exported.graph_signature.output_specs, strict=True)
+        for output, spec in zip(outputs, exported.graph_signature.output_specs, strict=False)
         if spec.kind == OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
     ]
     if len(dtypes) != len(graph.outputs):

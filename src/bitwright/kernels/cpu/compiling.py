@@ -23,6 +23,8 @@ import llvmlite.binding
 import numba
 from numba.core import config as numba_config
 from numba.core import event as numba_events
+from numba.core import sigutils as numba_signatures
+from numba.core.compiler_lock import global_compiler_lock
 
 try:
     import fcntl
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 # What the machine code of every package depends on besides the package's own sources.
 _SHARED_SOURCES = (Path(__file__), Path(__file__).parent.parent / "layout.py")
 
+_SHORT_WAIT = 1.0  # seconds; loading machine code takes less
 _LONGEST_WAIT = 300.0  # seconds, for one function of another process, which takes some tens of them at the most
 
 
@@ -127,7 +130,11 @@ def _compile_in_turn(dispatcher: Any, path: Path) -> None:
     compile_now = dispatcher.compile
 
     def compile_in_turn(signature: Any) -> Any:
-        with contextlib.ExitStack() as until_compiled:
+        arguments, _ = numba_signatures.normalize_signature(signature)
+        if tuple(arguments) in dispatcher.overloads:
+            return compile_now(signature)
+        # Compiling takes numba's own lock. Taken behind the file's, threads of two processes could wait for each other.
+        with contextlib.ExitStack() as until_compiled, global_compiler_lock:
             with contextlib.suppress(OSError):
                 _wait_for_lock(until_compiled.enter_context(path.open("ab")))
             return compile_now(signature)
@@ -145,15 +152,18 @@ def _wait_for_lock(file: IO[bytes]) -> None:
     """
     if fcntl is None:
         return
-    deadline = time.monotonic() + _LONGEST_WAIT
+    begin, pause = time.monotonic(), 0.001
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # another process has it
-            _notice.on_wait()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begin
+            if waited > _LONGEST_WAIT:
                 return
-            time.sleep(0.05)
+            if waited > _SHORT_WAIT:
+                _notice.on_wait()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         else:
             return
 

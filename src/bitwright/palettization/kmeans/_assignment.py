@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.kernels.dispatch import is_plain_torch
-
 __all__ = ["Assignment"]
 
 _SAMPLES = 64
 
 
 class Assignment:
-    """Remembers the weight, the palettes and the indices of an assignment by some of their elements.
+    """Remembers the weight, the palettes and the indices of an assignment.
 
-    Averages of weights write all elements of a tensor, often through ``.data``, which advances no version: elements are
-    compared. Nobody waits for those of a GPU while the tensor is the same object with the same version, nor for those
-    of a weight that is computed anew at every call. Deep copies and pickles keep the elements.
+    Averages of weights write to them, often through ``.data``, which advances no version: elements of the weight are
+    compared as well. Nobody waits for those of a GPU, nor for those of a weight there that is computed anew at every
+    call. Deep copies and pickles keep the elements.
 
     Args:
         weight: what the indices belong to.
@@ -29,53 +27,61 @@ class Assignment:
     """
 
     def __init__(self, weight: torch.Tensor, palettes: torch.Tensor, indices: torch.Tensor) -> None:
-        self._noted = [_Noted(tensor) for tensor in (weight, palettes, indices)]
+        self._weight = _Noted(weight, may_change_unseen=True)
+        self._states = [_Noted(state, may_change_unseen=False) for state in (palettes, indices)]
 
     def holds(self, weight: torch.Tensor, palettes: torch.Tensor | None, indices: torch.Tensor | None) -> bool:
         """Return whether these are the tensors noted, as far as that can be seen at once."""
-        if torch.compiler.is_compiling() or not is_plain_torch():
-            return True
-        computed = not (weight.is_cpu or type(weight) is nn.Parameter)
-        tensors = (None if computed else weight, palettes, indices)
-        return all(now is None or noted.fits(now) for noted, now in zip(self._noted, tensors, strict=True))
+        is_seen = weight.is_cpu or type(weight) is nn.Parameter
+        if is_seen and not self._weight.fits(weight):
+            return False
+        states = zip(self._states, (palettes, indices), strict=True)
+        return all(state is None or noted.fits(state) for noted, state in states)
 
 
 class _Noted:
-    """Elements of a tensor, spread over it, and which tensor it was."""
+    """Elements of a tensor, spread over it, and which tensor it was.
 
-    __slots__ = ("_elements", "_seen", "_version")
+    Args:
+        tensor: the tensor.
+        may_change_unseen: compare elements of main memory though the version is the same; another version then means
+            other elements. False for buffers, whose versions processes that train together advance without a change.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._elements = _sample(tensor)
+    def __init__(self, tensor: torch.Tensor, may_change_unseen: bool) -> None:
+        self._places = _places(tensor)
+        self._elements = tensor.detach().take(self._places)
+        self._may_change_unseen = may_change_unseen
         self._note(tensor)
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._seen: Any = weakref.ref(tensor)
         self._version = _version(tensor)
 
-    def __getstate__(self) -> torch.Tensor:
-        return self._elements
-
-    def __setstate__(self, elements: torch.Tensor) -> None:
-        self._elements, self._seen, self._version = elements, None, 0
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}
 
     def fits(self, tensor: torch.Tensor) -> bool:
         if tensor.is_meta:
             return True
-        seen = None if self._seen is None else self._seen()
-        if seen is tensor and _version(tensor) == self._version and not tensor.is_cpu:
-            return True
-        elements = _sample(tensor)
+        if self._seen is not None and self._seen() is tensor:
+            if _version(tensor) != self._version:
+                if self._may_change_unseen:
+                    return False
+            elif not (self._may_change_unseen and tensor.is_cpu):
+                return True
+        elements = tensor.detach().take(self._places.to(tensor.device))
         if not torch.equal(elements, self._elements.to(elements)):
             return False
         self._note(tensor)
         return True
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Indices from the first to the last element, in steps that are no whole number of rows."""
     count = tensor.numel()
-    places = torch.arange(0, count, max(1, count // _SAMPLES), device=tensor.device)
-    return tensor.detach().take(places)
+    chosen = min(count, _SAMPLES)
+    return torch.arange(chosen, device=tensor.device) * (count - 1) // max(1, chosen - 1)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -55,6 +55,8 @@ class PaletteState(_FakePalettizeImplBase):
     centroids: torch.Tensor | None
     per_channel_scale: torch.Tensor | None
 
+    _indices_unchecked = False  # whether they were loaded, and may be those of another weight
+
     def __init__(
         self,
         n_bits: int,
@@ -95,7 +97,8 @@ class PaletteState(_FakePalettizeImplBase):
     @property
     def is_settled(self) -> bool:
         """Whether palettes exist and the indices belong to them."""
-        return self._disabled or (self._centroids_initialized and not self._indices_stale)
+        stale = self._indices_stale or self._indices_unchecked
+        return self._disabled or (self._centroids_initialized and not stale)
 
     def set_centroids(self, centroids: torch.Tensor) -> None:
         """Take over palettes ``[P, K, D]``; indices are assigned anew when next needed."""

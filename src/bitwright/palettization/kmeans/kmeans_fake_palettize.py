@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from bitwright.kernels.dispatch import is_plain_torch
 from bitwright.palettization.spec import DefaultTrainingSpec, PalettizationGranularity, TrainingStrategySpec
 from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _IncompatibleGranularityError
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
@@ -36,6 +37,7 @@ class _Snapshot(NamedTuple):
     sensitivities: torch.Tensor | None
     initialized: bool
     stale: bool
+    unchecked: bool
     assignment: Assignment | None
     followed: torch.Tensor | None
 
@@ -160,7 +162,7 @@ class _KMeansFakePalettize(PaletteState):
     def snapshot(self) -> _Snapshot:
         """Return the state, to which :meth:`restore` goes back."""
         buffers = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        flags = self._centroids_initialized, self._indices_stale
+        flags = self._centroids_initialized, self._indices_stale, self._indices_unchecked
         return _Snapshot(buffers, self._sensitivities, *flags, self._assignment, self._followed)
 
     def restore(self, snapshot: _Snapshot) -> None:
@@ -168,6 +170,7 @@ class _KMeansFakePalettize(PaletteState):
         self.load_state_dict(snapshot.buffers)
         self._sensitivities = snapshot.sensitivities
         self._centroids_initialized, self._indices_stale = snapshot.initialized, snapshot.stale
+        self._indices_unchecked = snapshot.unchecked
         self._assignment, self._followed = snapshot.assignment, snapshot.followed
 
     def _initialize(self, weight: torch.Tensor) -> None:
@@ -232,9 +235,14 @@ class _KMeansFakePalettize(PaletteState):
     def _is_assigned(self, weight: torch.Tensor) -> bool:
         if self._indices_stale:
             return False
+        if torch.compiler.is_compiling() or not is_plain_torch():  # where numbers cannot be looked at
+            return True
+        if self._indices_unchecked:
+            return False
         return self._assignment is None or self._assignment.holds(weight, self.centroids, self.indices)
 
     def _note_assignment(self, weight: torch.Tensor) -> None:
+        self._indices_unchecked = False
         if self._training_strategy.follows_weight and self.centroids is not None and self.indices is not None:
             self._assignment = Assignment(weight, self.centroids, self.indices)
 
@@ -259,7 +267,7 @@ class _KMeansFakePalettize(PaletteState):
             weight: the dense weight.
             refit: also move each palette entry to the mean of its members, a step of Lloyd's algorithm.
         """
-        if not self._indices_stale and _is_copy(self._followed, weight):
+        if self.is_settled and _is_copy(self._followed, weight):
             return
         assert self.centroids is not None
         with torch.no_grad():
@@ -281,7 +289,8 @@ class _KMeansFakePalettize(PaletteState):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.expect_moved_weight()  # the state may have been saved in the middle of training
+        if self._training_strategy.follows_weight:  # the state may have been saved in the middle of training
+            self._indices_unchecked, self._followed = True, None
 
     def _blocks_to_cluster(self, weight_2d: torch.Tensor, axis: int | None) -> torch.Tensor:
         """Return the vectors of each group, ``[P, N, D]``.

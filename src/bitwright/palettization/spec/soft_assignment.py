@@ -8,7 +8,6 @@ import torch
 from pydantic import Field
 
 from bitwright._utils.full_precision import full_precision
-from bitwright.kernels.dispatch import is_plain_torch
 
 from .training_strategy import TrainingStrategy, TrainingStrategySpec
 
@@ -17,6 +16,7 @@ __all__ = ["DKMTrainingSpec"]
 _SMALLEST_MASS = 1e-12
 _LEAST_CLOSENESS = -30.0
 _backward_task = torch._C._current_graph_task_id
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class _SoftAssignmentStrategy(TrainingStrategy):
@@ -42,7 +42,7 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         vectors, context = module.vectorize(weight)
         vectors = vectors.float()
         importance = _relative(module.importance_of(weight.detach()))
-        stores = torch.compiler.is_compiling() or (_backward_task() == -1 and is_plain_torch())
+        stores = torch.compiler.is_compiling() or (_backward_task() == -1 and not _transforms_active())
         start = module.centroids.detach()
         if stores:
             self._start = start

@@ -38,8 +38,10 @@ _SUPPORTED_LUT_DTYPES = {
 
 def _whole_number(value: Any) -> Any:
     """Return ``value`` as an int if it is a whole number of another type, such as ``4.0``; a bool is none."""
-    whole = isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer()
-    return int(value) if whole else value
+    if isinstance(value, int) or not isinstance(value, Real):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else value
 
 
 class PalettizationSpec(CompressionSpec):

@@ -32,7 +32,9 @@ _SMALLEST = torch.finfo(torch.float32).eps
 def _bits_of(learned: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the elements of the parameters that lie in main memory, as integers."""
     plain = [p.detach() for p in learned if type(p) is nn.Parameter and p.is_cpu and p.is_contiguous()]
-    return [p.view(-1).view(torch.int32) for p in plain] if is_plain_torch() else []
+    if not is_plain_torch():
+        return []
+    return [p.view(-1).view(torch.uint8 if p.element_size() % 4 else torch.int32) for p in plain]
 
 
 class _Statistics:
