@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,8 +132,10 @@ class _OpKeyUsage:
         found = self.asked[where, level]
         outside = {name for (_, kind), names in self.asked.items() if kind is level for name in names}.difference(found)
         described = _describe_op(where, level, key)
-        pattern = compile_key(key if level is OpLevel.OP_NAME else re.escape(key), described)
-        elsewhere = any(pattern.fullmatch(name) for name in outside)
+        if level is OpLevel.OP_NAME:
+            elsewhere = any(map(compile_key(key, described).fullmatch, outside))
+        else:
+            elsewhere = key in outside
         return UnmatchedKey(described, key, tuple(found), section=where if elsewhere else None)
 
 

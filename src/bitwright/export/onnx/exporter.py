@@ -100,11 +100,8 @@ def export_onnx(
     _check_arguments(example_inputs, int4, integer_kernels)
     model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     lowered = lower(model, WeightStandIn, _activation_stand_in)
-    needed = _needed_opset(lowered)
-    if opset is not None and opset < needed:
-        raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
     program = traced(
-        lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=needed if opset is None else opset,
+        lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=_opset(lowered, opset),
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
     _tell_of_states(program)
@@ -146,10 +143,14 @@ def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase) -> nn.Modul
     return arithmetic_activation(name, simulator, "ONNX")
 
 
-def _needed_opset(lowered: LoweredModel) -> int:
+def _opset(lowered: LoweredModel, opset: int | None) -> int:
+    """Return the version of the operator set that was asked for, or the smallest that holds the model."""
     weights = [weight_opset(tensor) for tensor in lowered.weights.values()]
     activations = [activation_opset(simulator) for simulator in lowered.activations.values()]
-    return max([MIN_OPSET, *weights, *activations])
+    needed = max([MIN_OPSET, *weights, *activations])
+    if opset is not None and opset < needed:
+        raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
+    return needed if opset is None else opset
 
 
 def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> None:

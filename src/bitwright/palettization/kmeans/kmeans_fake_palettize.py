@@ -177,7 +177,7 @@ class _KMeansFakePalettize(PaletteState):
         with torch.no_grad():
             centroids, indices = self._cluster_to_centroids(weight.detach())
             self.centroids, self.indices = centroids.to(weight.dtype), indices
-            self._centroids_initialized, self._indices_stale = True, False
+            self._centroids_initialized = True
             if self._lut_fake_quantizer is not None:
                 self.quantize_lut(self._raw_lut(self.centroids))
                 self.indices = self._assign_indices(weight, self.centroids)
@@ -228,7 +228,6 @@ class _KMeansFakePalettize(PaletteState):
         if not self._is_assigned(weight):
             assert self.centroids is not None
             self.indices = self._assign_indices(weight, self.centroids)
-            self._indices_stale = False
             self._note_assignment(weight)
         return self.decode(weight)
 
@@ -242,7 +241,7 @@ class _KMeansFakePalettize(PaletteState):
         return self._assignment is None or self._assignment.holds(weight, self.centroids, self.indices)
 
     def _note_assignment(self, weight: torch.Tensor) -> None:
-        self._indices_unchecked = False
+        self._indices_stale = self._indices_unchecked = False
         if self._training_strategy.follows_weight and self.centroids is not None and self.indices is not None:
             self._assignment = Assignment(weight, self.centroids, self.indices)
 
@@ -278,7 +277,7 @@ class _KMeansFakePalettize(PaletteState):
                 weights = self.importance_of(weight.detach())
                 self.centroids = means_of_members(vectors, places, self.centroids, weights)
                 self.quantize_lut(self._raw_lut(self.centroids))
-        self._indices_stale, self._followed = False, weight.detach().clone()
+        self._followed = weight.detach().clone()
         self._note_assignment(weight)
 
     def train(self, mode: bool = True) -> Self:
