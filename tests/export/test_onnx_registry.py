@@ -66,3 +66,14 @@ def test_files_do_not_depend_on_what_was_written_before(tmp_path):
         export_onnx(ready, (x,), path)
         files.append(path.read_bytes())
     assert files[0] == files[1] == files[2]
+
+
+def test_operators_that_come_later_are_translated():
+    """torch leaves the translation of an operator out that no package has brought yet."""
+    with registry_kept():
+        before = torchs_registry(18)
+    with torch.library._scoped_library("bitwright_test", "DEF") as library:
+        library.define("later(Tensor x) -> Tensor")
+        with registry_kept():
+            assert torchs_registry(18) is not before
+            assert torchs_registry(18) is torchs_registry(18)

@@ -7,9 +7,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from bitwright.export.extras import require
 
 __all__ = ["operators", "registry_kept", "torchs_registry", "torchs_translation"]
+
+_known_operators = 0
 
 
 def operators() -> Any:
@@ -42,9 +46,15 @@ def torchs_registry(opset: int | None) -> Any:
 def registry_kept() -> Iterator[None]:
     """Have ``torch.onnx.export`` take copies of one registry, which it puts together from source texts at every call.
 
-    That takes most of the time of writing a small model.
+    That takes most of the time of writing a small model. Torch leaves translations out whose operators are not there,
+    so that it is put together anew when packages have brought some.
     """
+    global _known_operators
     _from_torchlib()
+    operators_now = len(torch._C._dispatch_get_all_op_names())
+    if operators_now != _known_operators:
+        torchs_registry.cache_clear()
+        _known_operators = operators_now
     registry_class = _registry_class()
     before = registry_class.__dict__["from_torchlib"]
 
