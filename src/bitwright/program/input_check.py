@@ -1,18 +1,20 @@
-"""Check that a captured graph is called with the shapes that it was captured for."""
+"""Check that a captured graph is called with the shapes and the constants that it was captured for."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from .other_batches import holds_for_batches_of
+from .batch_dependence import computes_with_sizes
+from .other_batches import changed_sizes, holds_for_batches_of
 
-__all__ = ["Dimension", "InputCheck", "InputShape"]
+__all__ = ["Dimension", "InputCheck", "InputShape", "Origin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,55 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class InputShape:
-    """What is known about one input; ``dimensions`` is None where the input is no tensor."""
+    """What is known about one input.
+
+    Attributes:
+        name: of the input.
+        dimensions: None where the input is no tensor.
+        constant: the number, flag, string or None that the graph computes with whatever comes, in a tuple of one; None
+            where the input is a tensor, or a number that the graph takes as it comes.
+    """
 
     name: str
     dimensions: tuple[Dimension, ...] | None
+    constant: tuple[Any] | None = None
+
+    def check_kind(self, leaf: Any) -> None:
+        """Check that what came is of the kind, or the constant, that the graph was captured for.
+
+        Raises:
+            ValueError: it is not; names the input, and says what was captured and what came.
+        """
+        if self.constant is None:
+            if leaf is None and self.dimensions is not None:
+                raise self._other_kind("a tensor", "None")
+        elif not _is_same(leaf, self.constant[0]):
+            raise self._other_kind(_described(self.constant[0]), _described(leaf))
+
+    def _other_kind(self, captured: str, came: str) -> ValueError:
+        return ValueError(
+            f"Input {self.name!r} was {captured} when the graph was captured, and is {came} now. Whatever is no tensor "
+            "is fixed in the graph: prepare a model for each such value, pass a number as a tensor of one element, or "
+            'set execution_mode="eager" in the QuantizerConfig.'
+        )
+
+
+class Origin:
+    """The model that a graph was captured from, as long as somebody has it; copies refer to it, pickles do not."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it is gone."""
+        return None if self._model is None else self._model()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Origin, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +110,21 @@ class InputCheck:
     Attributes:
         parameters: names of forward's arguments, in order.
         shapes: one entry for each flattened input.
+        structure: how the flattened inputs are arguments of forward.
+        origin: the model, which is asked whether it computes with the size of the batch.
     """
 
     parameters: tuple[str, ...]
     shapes: tuple[InputShape, ...]
+    structure: TreeSpec
+    origin: Origin
 
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of a call of ``module``.
 
         Raises:
-            ValueError: an input has another shape than the graph was captured for; names the input and both shapes.
+            ValueError: an input has another shape than the graph was captured for, or is another number, flag or
+                string; names the input, and says what was captured and what came.
         """
         if torch.compiler.is_compiling():
             return
@@ -91,6 +143,7 @@ class InputCheck:
             return  # the generated code reports another structure of the arguments
         seen: dict[str, int] = {}
         for leaf, expected in zip(leaves, self.shapes, strict=True):
+            expected.check_kind(leaf)
             if expected.dimensions is None or not isinstance(leaf, torch.Tensor):
                 continue
             if not _fits(expected.dimensions, tuple(leaf.shape), seen):
@@ -104,8 +157,36 @@ class InputCheck:
         known: dict[Any, bool] = module.__dict__.setdefault("_other_batches", {})
         if came not in known:
             before = [_static(shape.dimensions) for shape in self.shapes]
-            known[came] = isinstance(module, fx.GraphModule) and holds_for_batches_of(module, before, leaves)
+            sizes = changed_sizes(before, leaves)
+            known[came] = (
+                sizes is not None
+                and isinstance(module, fx.GraphModule)
+                and holds_for_batches_of(module, before, leaves, sizes)
+                and not self._model_computes_with(before, leaves, sizes)
+            )
         return known[came]
+
+    def _model_computes_with(
+        self, before: Sequence[tuple[int, ...] | None], leaves: Sequence[Any], sizes: tuple[int, int]
+    ) -> bool:
+        """Whether the model is seen to compute with the size of the batch, which would be a constant in the graph."""
+        model = self.origin.model
+        if model is None:
+            return False
+        captured = {id(leaf): shape for shape, leaf in zip(before, leaves, strict=True) if shape is not None}
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return computes_with_sizes(model, args, kwargs, captured, sizes) is True
+
+
+def _is_same(leaf: Any, constant: Any) -> bool:
+    """Whether a graph that was captured with ``constant`` computes what the model does with ``leaf``."""
+    if not isinstance(leaf, type(constant)) or isinstance(leaf, bool) != isinstance(constant, bool):
+        return False
+    return bool(leaf == constant) or (leaf != leaf and constant != constant)
+
+
+def _described(leaf: Any) -> str:
+    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def _static(dimensions: tuple[Dimension, ...] | None) -> tuple[int, ...] | None:

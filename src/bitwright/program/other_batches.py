@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright.config.spec import CompressionSimulatorBase
 
-__all__ = ["holds_for_batches_of"]
+__all__ = ["changed_sizes", "holds_for_batches_of"]
 
 _VIEWS = ("view", "reshape", "_unsafe_view", "_reshape_alias", "expand", "flatten", "unflatten")
 _SEQUENCES = ("arange", "eye", "linspace", "logspace", "rand", "randint", "randn", "randperm")
@@ -24,7 +24,9 @@ _PRODUCTS = ("mul", "mul_", "div", "div_", "true_divide", "floor_divide")
 Shape = tuple[int, ...]
 
 
-def holds_for_batches_of(module: fx.GraphModule, before: Sequence[Shape | None], leaves: Sequence[Any]) -> bool:
+def holds_for_batches_of(
+    module: fx.GraphModule, before: Sequence[Shape | None], leaves: Sequence[Any], sizes: tuple[int, int]
+) -> bool:
     """Return whether a graph may be called with inputs of which some have another size of dimension 0.
 
     Sizes that the model read from its inputs are constants in the graph. With other batches they make it fail, or pass
@@ -37,10 +39,8 @@ def holds_for_batches_of(module: fx.GraphModule, before: Sequence[Shape | None],
         module: the graph.
         before: shape of each input, as captured; None for what is no tensor or has sizes that vary.
         leaves: the inputs of a call, flattened.
+        sizes: the size of the batch that was captured, and the one that came; see ``changed_sizes``.
     """
-    sizes = _changed_sizes(before, leaves)
-    if sizes is None:
-        return False
     try:
         with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             inputs = [mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -66,8 +66,13 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = was_off
 
 
-def _changed_sizes(before: Sequence[Shape | None], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """The one size of dimension 0 that was captured and the one that came, if nothing else differs."""
+def changed_sizes(before: Sequence[Shape | None], leaves: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the one size of dimension 0 that was captured and the one that came; None if anything else differs.
+
+    Args:
+        before: shape of each input, as captured; None for what is no tensor or has sizes that vary.
+        leaves: the inputs of a call, flattened.
+    """
     found: set[tuple[int, int]] = set()
     for shape, leaf in zip(before, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or shape == tuple(leaf.shape):
@@ -111,6 +116,8 @@ class _Follower(fx.Interpreter):
 
     def _look_at(self, node: fx.Node, before: list[Shape], shapes: list[Shape]) -> None:
         depends = [source for source in node.all_input_nodes if source in self._batch_of]
+        if self._name(node).startswith("new_"):  # of the type of an input, not of its elements
+            depends = []
         if not depends and (node.op != "placeholder" or shapes == before):
             self.holds &= self._name(node) not in _SEQUENCES or all(self._captured not in shape for shape in shapes)
             return

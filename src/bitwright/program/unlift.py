@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from bitwright.errors import TraceError
@@ -20,7 +20,7 @@ from bitwright.errors import TraceError
 from .assigned_buffers import read_before_writing
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
-from .input_check import Dimension, InputCheck, InputShape
+from .input_check import Dimension, InputCheck, InputShape, Origin
 from .keyword_names import keywords_read
 
 __all__ = ["reserved_state", "unlift"]
@@ -68,7 +68,7 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     _drop_trace_asserts(graph)
     _drop_dead_code(graph)
     read_before_writing(graph)
-    return TracedGraphModule(root.module, graph, _input_check(exported, graph))
+    return TracedGraphModule(root.module, graph, _input_check(exported, graph, model))
 
 
 def _is_plain(exported: ExportedProgram) -> bool:
@@ -181,17 +181,21 @@ def _has_effect(node: fx.Node) -> bool:
     return node.is_impure() or getattr(node.target, "__module__", None) == _TRANSFORMS
 
 
-def _input_check(exported: ExportedProgram, graph: fx.Graph) -> InputCheck | None:
+def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module) -> InputCheck | None:
     codegen = graph._codegen
     if not isinstance(codegen, _PyTreeCodeGen):
         return None
     ranges = {str(symbol): limits for symbol, limits in exported.range_constraints.items()}
+    constants = {
+        spec.arg.name: (spec.arg.value,)
+        for spec in exported.graph_signature.input_specs
+        if isinstance(spec.arg, ConstantArgument)
+    }
+    names = {node: node.meta.get("exported_name", node.name) for node in graph.nodes if node.op == "placeholder"}
     shapes = tuple(
-        InputShape(node.meta.get("exported_name", node.name), _dimensions(node.meta.get("val"), ranges))
-        for node in graph.nodes
-        if node.op == "placeholder"
+        InputShape(name, _dimensions(node.meta.get("val"), ranges), constants.get(name)) for node, name in names.items()
     )
-    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes)
+    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, exported.call_spec.in_spec, Origin(model))
 
 
 def _dimensions(value: Any, ranges: dict[str, Any]) -> tuple[Dimension, ...] | None:

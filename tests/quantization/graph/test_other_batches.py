@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,9 @@ HOLD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "transposed": lambda layer, x: layer(x).transpose(1, 2).mean(1),
     "one more dimension": lambda layer, x: layer(x.unsqueeze(0)).squeeze(0),
     "heads": lambda layer, x: layer(x).unflatten(-1, (2, 4)).transpose(1, 2).flatten(2),
+    "einsum": lambda layer, x: torch.einsum("bth,gh->btg", layer(x), layer.weight[:3]),
+    "attention": lambda layer, x: nn.functional.scaled_dot_product_attention(*[layer(x).unsqueeze(1)] * 3),
+    "new zeros": lambda layer, x: layer(x) + x.new_zeros(1, 9, 8),
     "merged": lambda layer, x: layer(x.transpose(0, 1).reshape(-1, 8)),
 }
 FAIL: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -175,3 +179,60 @@ def test_scales_for_other_sizes_are_refused_by_name(mode, granularity):
             ):
                 model(x)
         assert prepared(qparam_calculator_cls="dynamic")(torch.randn(1, 4, 8)).shape == (1, 4, 8)
+
+
+COMPUTES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "times the reciprocal": lambda layer, x: layer(x) * (1.0 / x.shape[0]),
+    "divided by the root": lambda layer, x: layer(x) / math.sqrt(x.shape[0]),
+    "plus the size": lambda layer, x: layer(x) + x.shape[0],
+    "times twice the size": lambda layer, x: layer(x) * (2 * x.shape[0]),
+    "as alpha": lambda layer, x: torch.add(layer(x), layer.bias, alpha=x.shape[0]),
+    "as a bound": lambda layer, x: layer(x).clamp(max=1 / x.shape[0]),
+    "in a new tensor": lambda layer, x: layer(x) * torch.full((8,), float(x.shape[0])),
+    "as a tensor": lambda layer, x: layer(x) / torch.tensor(float(x.shape[0])),
+    "rows of a table": lambda layer, x: layer(x) + layer.weight[: x.shape[0], None],
+    "part of the features": lambda layer, x: layer(x)[:, :, : x.shape[0]],
+    "filled with it": lambda layer, x: layer(x) + torch.full((1, 8), x.shape[0]),
+    "a branch": lambda layer, x: layer(x) if x.shape[0] < 5 else -layer(x),
+}
+
+
+@pytest.mark.parametrize("captured", [1, 4])
+@pytest.mark.parametrize("name", COMPUTES)
+def test_models_that_compute_with_the_size_are_refused(name: str, captured: int) -> None:
+    """The model is run twice without numbers; copies ask it too."""
+    torch.manual_seed(0)
+    model = Called(COMPUTES[name], nn.Linear(8, 8))
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8())
+    prepared = quantizer.prepare((batch(captured),)).eval()
+    for module in (prepared, copy.deepcopy(prepared)):
+        with pytest.raises(ValueError, match="pass dynamic_shapes to prepare"):
+            module(batch(8))
+    assert model.training
+    torch.testing.assert_close(prepared(batch(captured)), model(batch(captured)), atol=0.05, rtol=0.05)
+
+
+def test_the_model_is_as_it_was_after_it_was_asked() -> None:
+    """Group norm has the batch among its numbers; what the model keeps of a call is not without numbers."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(9, 4, 3), nn.GroupNorm(2, 4)
+            self.batch = nn.BatchNorm1d(4)
+            self.last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.batch(self.norm(self.conv(x)))
+            return self.last
+
+    model = Keeps()
+    model(batch(2))
+    last, state = model.last, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepared = Quantizer(model, QuantizerConfig.presets.w8()).prepare((batch(2),)).eval()
+    random = torch.random.get_rng_state()
+    assert prepared(batch(5)).shape == (5, 4, 6)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert model.last is last
+    assert model.training
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
