@@ -237,7 +237,7 @@ def test_switch_and_buffer_agree():
     assert int(sim.fake_palett_enabled) == 1
     assert torch.equal(sim(weight), palettized)
     sim.disable_fake_palett()
-    assert not sim.forward_enabled
+    assert not sim.is_on
 
 
 def test_saved_indices_are_trusted():

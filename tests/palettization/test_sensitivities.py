@@ -129,7 +129,7 @@ def test_a_block_that_raises_changes_nothing():
     with pytest.raises(ZeroDivisionError):
         fail_while_calibrating(palettizer, model)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(sim.sensitivities is None and sim.forward_enabled for sim in simulators(model))
+    assert all(sim.sensitivities is None and sim.is_on for sim in simulators(model))
     with palettizer.training_mode():
         pass
 

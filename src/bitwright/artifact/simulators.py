@@ -69,7 +69,7 @@ def _quantized_tables(simulator: PaletteState, tables: torch.Tensor) -> DenseTen
 
 @contextmanager
 def _palettizing(simulator: PaletteState) -> Iterator[None]:
-    was_on = simulator.forward_enabled
+    was_on = simulator.is_on
     simulator.enable_fake_palett(True)
     try:
         yield

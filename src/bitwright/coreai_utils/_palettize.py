@@ -121,7 +121,9 @@ def palettize_weights(
         scale = _channel_scale(weight) if enable_per_channel_scale else None
         values = weight.values if scale is None else weight.values / scale
         stack = () if granularity is CompressionGranularity.PER_TENSOR else weight.batch_axes
-        palette = palettize(values, weight.out_axis, n_bits, groups, cluster_dim, enable_fast_kmeans_mode, stack)
+        palette = _given(weight, values, n_bits, groups, cluster_dim) or palettize(
+            values, weight.out_axis, n_bits, groups, cluster_dim, enable_fast_kmeans_mode, stack
+        )
         lut = None if lut_dtype is None else _quantize_tables(palette, lut_dtype, weight.element_type)
         return lambda builder: _emit(builder, palette, lut, scale, weight.element_type)
 
@@ -173,6 +175,48 @@ def palettize(
         result = cluster_vectors(points, count)
     indices = result.indices.reshape(*stack, channels // cluster_dim, *rest).movedim(front, leading)
     return Palette(indices.contiguous(), result.centroids.float(), axis, n_bits, batch_axes)
+
+
+def _given(weight: Weight, values: torch.Tensor, n_bits: int, group_size: int, cluster_dim: int) -> Palette | None:
+    """Return what a function in the place of ``weight_palettization._blockwise_compress`` says, None without one.
+
+    Raises:
+        Skipped: it returns None or fails, or ``_is_cluster_dim_valid`` there says no.
+        ValueError: tables and indices do not fit the weight.
+    """
+    from ._utils import palettize_utils
+    from .passes import weight_palettization as hooks
+
+    axis, shape = weight.out_axis, values.shape
+    operation = weight.constant.operation
+    if cluster_dim > 1 and not hooks._is_cluster_dim_valid(operation, cluster_dim, axis):
+        raise Skipped(f"its {shape[axis]} output channels do not divide into vectors of {cluster_dim}")
+    if hooks._blockwise_compress is palettize_utils._blockwise_compress:
+        return None
+    blocks = [group_size if place == axis and group_size != shape[axis] else 0 for place in range(len(shape))]
+    try:
+        found = hooks._blockwise_compress(
+            values.half().numpy(),
+            mode="KMEANS",
+            nbits=n_bits,
+            block_sizes=blocks,
+            cluster_dim=cluster_dim,
+            channel_axis=axis,
+            num_kmeans_workers=1,
+        )
+    except Exception as error:
+        raise Skipped(str(error)) from error
+    if found is None:
+        raise Skipped("its tables are not given")
+    indices, lut = torch.as_tensor(found.indices), torch.as_tensor(found.lut).float()
+    axis = axis if found.vector_axis is None else found.vector_axis
+    tables, expected = list(lut.shape[:-2]), list(shape)
+    expected[axis] //= lut.shape[-1]
+    if lut.dim() != len(shape) + 2 or list(indices.shape) != expected or lut[..., 0, 0].numel() != tables[axis]:
+        raise ValueError(
+            f"{weight}: indices of shape {tuple(indices.shape)} and tables of shape {tuple(lut.shape)} do not fit it."
+        )
+    return Palette(indices.to(torch.uint8).contiguous(), lut.reshape(-1, *lut.shape[-2:]), axis, n_bits)
 
 
 def _channel_scale(weight: Weight) -> torch.Tensor:

@@ -25,7 +25,7 @@ _OUT_FIRST: Final = frozenset({"coreai.conv2d", "coreai.conv3d", "coreai.gather_
 _IN_FIRST: Final = frozenset({"coreai.conv_transpose2d", "coreai.conv_transpose3d"})
 _TRANSPOSE: Final = "coreai.transpose"
 _RESHAPE: Final = "coreai.reshape"
-_CONSUMERS: Final = _MATMULS | _OUT_FIRST | _IN_FIRST | {_TRANSPOSE}
+CONSUMERS: Final = _MATMULS | _OUT_FIRST | _IN_FIRST | {_TRANSPOSE}
 
 #: What an axis of a weight is to a reader; kernel axes are none of these.
 _OUT, _IN, _BATCH, _OTHER = "output", "input", "batch", ""
@@ -124,7 +124,7 @@ def _is_weight(constant: Constant) -> bool:
 
 def _reads_weights(use: Use, shape: tuple[int, ...]) -> bool:
     if use.name != _RESHAPE:
-        return use.name in _CONSUMERS
+        return use.name in CONSUMERS
     result = shape_of(use.operation)
     if result is None or not all(_reads_weights(reader, result) for reader in uses_of(use.operation)):
         return False

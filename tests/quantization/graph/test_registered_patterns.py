@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from bitwright.quantization._graph._annotation_pattern_registry import (
     SharedObserverModulePattern,
     WeightedModulePattern,
     _AnnotationPatternRegistry,
+    _get_all_patterns_from_base_ops,
     registered_roles,
 )
 from bitwright.quantization._graph._annotation_utils import OpsListPattern
@@ -30,6 +32,7 @@ from bitwright.quantization._graph._qspec_types import (
     SlotKind,
 )
 from bitwright.quantization._graph.quantizer import _AnnotationHandler
+from bitwright.quantization.config import OpQuantizerConfig
 from bitwright.quantization.spec import QuantizationScheme
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -234,3 +237,30 @@ class TestConstraints:
         del fields[FieldName.GRANULARITY]
         with pytest.raises(ReconciliationError, match="granularity"):
             _build_concrete_spec(ProvisionalQSpec(fields))
+
+
+def test_spellings_made_from_functions(registry: type[_AnnotationPatternRegistry]) -> None:
+    """Each function with each activation behind it is one chain: nothing is quantized in between."""
+
+    class Divided(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(torch.div(x, x.square() + 1))
+
+    def simulators() -> int:
+        config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_type_config={"div_act": inputs_and_outputs}))
+        prepared = Quantizer(Divided().eval(), config).prepare((torch.randn(2, 8),))
+        return sum(isinstance(module, FakeQuantizeImplBase) for module in prepared.modules())
+
+    inputs_and_outputs = OpQuantizerConfig(op_input_spec={"*": INT8}, op_output_spec={"*": INT8})
+
+    @registry.register("div_act")
+    class DividedActivated(NAryActPattern):
+        @classmethod
+        def generate_patterns(cls) -> list[OpsListPattern]:
+            return _get_all_patterns_from_base_ops({torch.div, operator.truediv}, use_act=True)
+
+    assert DividedActivated.get_pattern_length() == 2
+    assert len(_get_all_patterns_from_base_ops(["div", torch.mul])) == 2
+    role = registered_roles()["div"]
+    assert role.takes_activation
+    assert simulators() > 0

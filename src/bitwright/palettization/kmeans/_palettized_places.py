@@ -24,7 +24,7 @@ def palettized_places(model: nn.Module) -> list[PalettizedPlace]:
 
 def switch(simulator: _KMeansFakePalettize, on: bool) -> None:
     """Turn palettization on or off; what was off has trained dense, so its palettes are made anew."""
-    if on and not simulator.forward_enabled:
+    if on and not simulator.is_on:
         simulator.invalidate()
     simulator.enable_fake_palett(on)
 

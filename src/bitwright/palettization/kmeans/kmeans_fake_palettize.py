@@ -120,11 +120,20 @@ class _KMeansFakePalettize(PaletteState):
         if self._disabled:
             return weight
         self.ensure_initialized(weight)
-        if self._disabled or not self.forward_enabled:
+        if self._disabled or not self.is_on:
             return weight
-        compute = self._training_strategy.train_forward if self.training else _KMeansFakePalettize.hard_assign
-        palettized = compute(self, weight)
+        palettized = self.forward_enabled(weight)
         return torch.where(weight != 0, palettized, 0.0) if self.preserve_zeros else palettized
+
+    def forward_enabled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what palettes, which exist, make of a weight: in training the strategy's, else the assigned entries.
+
+        Args:
+            tensor: floating point, of the shape that palettes were made for.
+        """
+        if self.training:
+            return self._training_strategy.train_forward(self, tensor)
+        return self.hard_assign(tensor)
 
     def ensure_initialized(self, weight: torch.Tensor) -> None:
         """Find palettes if there are none. A granularity that does not fit puts the simulator out of use.

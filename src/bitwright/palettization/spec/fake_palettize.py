@@ -38,7 +38,7 @@ class _FakePalettizeImplBase(CompressionSimulatorBase, ABC):
         self._note_switch()
 
     @property
-    def forward_enabled(self) -> bool:
+    def is_on(self) -> bool:
         """Whether weights are palettized."""
         if torch.compiler.is_compiling():  # buffers are symbols there
             return self._enabled

@@ -16,7 +16,7 @@ stronger to say about it than about the op in front.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import fx
@@ -40,6 +40,22 @@ __all__ = [
     "WeightedModulePattern",
     "registered_roles",
 ]
+
+
+def _get_all_patterns_from_base_ops(
+    base_ops: Iterable[str | Callable[..., object]], use_act: bool = False
+) -> list[Any]:
+    """Return a spelling for each op, or with ``use_act`` one for each op and activation function behind it.
+
+    Args:
+        base_ops: names, ATen ops or functions, as for ``OpsListPattern``.
+        use_act: the op and what follows it are one chain.
+    """
+    return [
+        OpsListPattern([op, *behind])
+        for op in base_ops
+        for behind in ([[name] for name in sorted(ACTIVATIONS)] if use_act else [[]])
+    ]
 
 
 class BaseAnnotationPattern(ABC):
