@@ -336,3 +336,26 @@ def test_random_integer_programs_give_equal_results(steps: list[tuple[int, int, 
     for exact, result in zip(reference, run(program, *inputs), strict=True):
         assert exact.dtype == result.dtype
         assert torch.equal(exact, result)
+
+
+def test_indices_of_index_fill_may_be_negative() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: torch.Tensor, i: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+            return x.index_fill(0, i, 1.0).sum() * 0 + (i - o)
+
+    inputs = torch.zeros(10), torch.tensor([-5, -1]), torch.tensor([32767, 3])
+    program = export(Filled(), *inputs, decompose=False)
+    with pytest.warns(CastingWarning, match="sub"):
+        cast_int32_to_int16(program, value_ranges={"o": (0, 32767)})
+    assert run(program, *inputs)[0].tolist() == [-32772.0, -4.0]
+
+
+@pytest.mark.parametrize("bounds", [5, None, "ab", {0, 5}, (0, 5, 6), (5, 0), (0.0, 5)])
+def test_bounds_that_are_no_pair_are_refused(bounds: object) -> None:
+    with pytest.raises(ValueError, match=r"value_ranges\['a'\] must be \(smallest, largest\)"):
+        cast_int32_to_int16(export(Sum(), A, B), value_ranges={"a": bounds})  # type: ignore[dict-item]
+
+
+def test_ranges_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(TypeError, match="value_ranges must map names"):
+        cast_int32_to_int16(export(Sum(), A, B), value_ranges=["a"])  # type: ignore[arg-type]

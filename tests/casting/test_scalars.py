@@ -113,3 +113,24 @@ def test_an_epsilon_that_an_operator_has_as_a_default_does_not_vanish(decompose:
     result = run(program, a.to(target), b.to(target))[0]
     assert result[0] == 0
     assert torch.allclose(result.float(), exact, atol=1e-2)
+
+
+SMALL_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add": lambda x: torch.add(x * 0, x, alpha=3e-8),
+    "sub": lambda x: torch.sub(x * 0, x, alpha=3e-8),
+    "addcmul": lambda x: torch.addcmul(x * 0, x, x, value=2e-8),
+    "addcdiv": lambda x: torch.addcdiv(x * 0, x, x * 0 + 0.001, value=2e-8),
+    "lerp": lambda x: torch.lerp(x * 0, x, 2e-8),
+    "leaky_relu": lambda x: F.leaky_relu(-x, 2e-8),
+    "baddbmm": lambda x: torch.baddbmm(x * 0, x / 1000, x / 1000, alpha=2e-8),
+    "addmm_beta": lambda x: torch.addmm(x[0], x[0] * 0, x[0], beta=2e-8),
+}
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+@pytest.mark.parametrize("name", SMALL_FACTORS)
+def test_a_factor_below_the_normal_numbers_keeps_its_digits(name: str, decompose: bool) -> None:
+    """3e-8 would become 6e-8 in float16."""
+    function, x = SMALL_FACTORS[name], torch.full((1, 4, 4), 6e4)
+    program = cast_fp32_to_fp16(export(Wrapped(function), x, decompose=decompose))
+    assert torch.allclose(run(program, x.half())[0].float(), function(x.half().float()), rtol=2e-3)

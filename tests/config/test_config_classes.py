@@ -199,6 +199,10 @@ class TestWholeConfig:
         """YAML reads the name of a Sequential's child as a number."""
         assert list(ToyConfig(module_name_configs={0: None}).module_name_configs or {}) == ["0"]
 
+    def test_a_number_and_a_text_for_one_module_are_refused(self) -> None:
+        with pytest.raises(ValidationError, match="0 and '0' name the same module"):
+            ToyConfig(module_name_configs={"0": None, 0: toy_module(1)})
+
     def test_float_module_names_are_refused(self) -> None:
         """0.10 would have become 0.1."""
         with pytest.raises(ValidationError, match="in quotes"):

@@ -119,6 +119,29 @@ class TestReading:
             ToyConfig.from_yaml(text)
         assert "line 4" in str(caught.value)
 
+    def test_merged_keys_are_no_second_writing(self) -> None:
+        """A mapping that is merged before its own turn holds the keys of those that it merges itself."""
+        text = (
+            "toy_config:\n  module_name_configs:\n    a: &a {strength: 1, op_input_spec: null}\n"
+            "    b: &b\n      <<: *a\n      strength: 2\n  global_config:\n    <<: *b\n    op_output_spec: null\n"
+        )
+        found = ToyConfig.from_yaml(text)
+        assert found == ToyConfig.from_dict(yaml.safe_load(text))
+        with pytest.raises(yaml.YAMLError, match="'strength' twice"):
+            ToyConfig.from_yaml(text.replace("strength: 2", "strength: 2\n      strength: 3"))
+
+    def test_a_tag_that_does_not_fit_is_a_yaml_error(self) -> None:
+        with pytest.raises(yaml.YAMLError, match="expected a mapping"):
+            ToyConfig.from_yaml("toy_config: !!map foo\n")
+
+    @pytest.mark.parametrize("text", ["", "  "])
+    def test_empty_text_is_an_empty_document(self, text: str) -> None:
+        """Not the folder that ``Path("")`` is."""
+        with pytest.warns(UserWarning, match="empty"):
+            assert ToyConfig.from_yaml(text) is None
+        with pytest.raises(json.JSONDecodeError):
+            ToyConfig.from_json(text)
+
     def test_errors_in_a_file_name_it(self, tmp_path: Path) -> None:
         """With the line, where YAML knows it."""
         path = tmp_path / "toy.yaml"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from bitwright.config._module_index import ModuleIndex
 from bitwright.config.matching import (
     ConfigLevel,
     OpLevel,
@@ -126,6 +127,25 @@ class TestModuleRules:
         found = strengths(ToyConfig(module_type_configs={"torch.nn.Linear": toy_module(9)}), ToyModel())
         assert found["head"] == 9
         assert found["embed"] == 0.5
+
+    def test_an_import_that_is_forbidden_matches_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "blocked", None)
+        rules = resolve_module_rules(ToyConfig(module_type_configs={"blocked.Layer": None}), ToyModel())
+        assert [unmatched.key for unmatched in rules.unmatched] == ["blocked.Layer"]
+
+    def test_a_class_written_past_validation_is_a_type_key(self) -> None:
+        config = ToyConfig()
+        config.module_type_configs[nn.Linear] = toy_module(9)  # type: ignore[index]
+        assert strengths(config, ToyModel())["head"] == 9
+        config.module_type_configs[nn.Linear] = 5  # type: ignore[index, assignment]
+        with pytest.raises(TypeError, match=rf"module_type_configs\['{re.escape(LINEAR)}'\] is 5"):
+            resolve_module_rules(config, ToyModel())
+
+    def test_siblings_that_stand_there_twice_are_indexed_once(self) -> None:
+        children = [nn.Identity() for _ in range(300)]
+        [root, *rest] = ModuleIndex(nn.ModuleList([*children, *children])).modules
+        assert root.children == list(range(1, 301))
+        assert [entry.names for entry in rest] == [[str(at), str(at + 300)] for at in range(300)]
 
     def test_a_public_path_is_not_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A config file must not run code: only namespaces of loaded modules are read."""

@@ -68,6 +68,17 @@ def test_encode_rounds_to_nearest_even_and_saturates(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLOAT_FORMATS)
+def test_float64_is_rounded_once(name: str) -> None:
+    """Numbers beside the middle of two codes, which float32 would move onto it, go to the nearer code."""
+    positive = [float_value(name, code) for code in finite_codes(name)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(positive)]
+    near = [math.nextafter(middle, end) for middle in middles for end in (0, math.inf)]
+    values = [*middles, *near, *(-value for value in (*middles, *near))]
+    values += [math.inf, -math.inf, 1e300, -1e300, 1e-300, -1e-300]
+    assert encode(torch.tensor(values, dtype=torch.float64), name).tolist() == [nearest_code(name, v) for v in values]
+
+
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
 def test_rounding_functions_agree_with_encode_and_decode(name: str) -> None:
     """Rounding is encoding and decoding, in each of its spellings; NaN stays."""
     fmt = format_of(name)
@@ -142,6 +153,8 @@ def test_wrong_input_is_an_error() -> None:
     """Fractions for integers, and codes of another dtype."""
     with pytest.raises(ValueError, match="must be whole numbers"):
         encode(torch.tensor([0.5]), "int4")
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        encode(torch.tensor([2.0000000001], dtype=torch.float64), "int8")
     with pytest.raises(ValueError, match="have dtype uint8"):
         decode(torch.tensor([1]), "float8_e5m2")
     with pytest.raises(ValueError, match="have dtype uint8"):

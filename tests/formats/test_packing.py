@@ -64,6 +64,9 @@ def test_wrong_arguments() -> None:
         pack(torch.tensor([1]), 9)
     with pytest.raises(ValueError, match="must be integers"):
         pack(torch.tensor([1.0]), 4)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.uint4):
+        with pytest.raises(ValueError, match=f"int8 to int64, got {dtype}"):
+            pack(torch.zeros(16, dtype=torch.uint8).view(dtype), 4)
     with pytest.raises(ValueError, match="5 codes of 4 bits take 3 bytes"):
         unpack(torch.zeros(2, dtype=torch.uint8), 4, 5, True)
     with pytest.raises(ValueError, match="must not be negative"):

@@ -14,9 +14,10 @@ from bitwright.planning import Plan, PlanRow
 from bitwright.planning.chains import find_chains
 from bitwright.planning.graph import boundary_paths, plan_graph_quantization
 from bitwright.program.graph import capture_graph
-from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import OpQuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity, PerTensorGranularity
+from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from tests.lambda_module import Lambda
 
 X = torch.randn(2, 8)
@@ -428,3 +429,28 @@ class TestUnreadResults:
         chosen = QuantizationSpec(granularity=PerTensorGranularity())
         config = globally(op_type_config={"gru": OpQuantizerConfig(op_output_spec={1: chosen})})
         assert "gru[output 1]" in rows(plan_of(model(), x, config=config))
+
+
+def test_equal_specs_on_both_sides_of_a_boundary_are_one_simulator() -> None:
+    """What a module's boundary says, and what the ops around it say, are the same tensor; other specs are others."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x)
+            return result
+
+    def simulators(boundary: QuantizationSpec) -> int:
+        model = nn.Sequential(nn.Linear(32, 32), Wrapped(), Wrapped(), nn.Linear(32, 32)).eval()
+        edges = ModuleQuantizerConfig(module_input_spec={"*": boundary}, module_output_spec={"*": boundary})
+        config = QuantizerConfig(module_type_configs={Wrapped: edges})
+        prepared = Quantizer(model, config).prepare((torch.randn(1, 32),))
+        return sum(isinstance(module, FakeQuantizeImplBase) for module in prepared.modules())
+
+    weights = 4
+    assert simulators(QuantizationSpec(dtype="int8")) == weights + 5
+    # The weights' readers take their inputs' simulators from the boundary, and the outer layers keep their own.
+    assert simulators(QuantizationSpec(dtype="uint8", qscheme="asymmetric")) == weights + 7

@@ -236,3 +236,22 @@ def test_what_depends_on_inputs_or_parameters_is_recorded():
     model = Recurrent().eval()
     assert [op.type for op in trace_eager(model, (torch.randn(2, 4),)).ops] == ["mul", "matmul"]
     assert model.calls == 1
+
+
+def test_buffers_that_hold_nan_are_seen_to_be_as_before():
+    """One whose elements share memory could not be written back."""
+
+    class Unset(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("unset", torch.full((1,), float("nan")).expand(3))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.data.add_(1)
+            return torch.relu(x)
+
+    model = Unset()
+    trace_eager(model, (torch.randn(2, 3),))
+    assert model.unset.isnan().all()
+    assert model.calls == 0

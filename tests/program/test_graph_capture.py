@@ -20,6 +20,7 @@ from torch.fx import proxy
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._traceback import CapturedTraceback
+from torch.utils.hooks import RemovableHandle
 
 from bitwright.errors import TraceError
 from bitwright.export.conversion import ConversionError
@@ -109,6 +110,19 @@ class TestGraph:
         graph, *_ = captured
         with pytest.raises(ValueError, match=r"Input 'x' has shape \(3, 5\).*dynamic_shapes"):
             graph(torch.randn(3, 5))
+
+    def test_hooks_leave_the_check_in_another_process(self, captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which counts its hooks from zero."""
+        graph, *_ = captured
+        stored = pickle.dumps(graph)
+        monkeypatch.setattr(RemovableHandle, "next_id", 0)
+        twin, called = pickle.loads(stored), []
+        for _ in range(max(graph._forward_pre_hooks) + 1):
+            twin.register_forward_pre_hook(lambda module, args: called.append(module))
+        with pytest.raises(ValueError, match="captured for"):
+            twin(torch.randn(2, 5))
+        twin(torch.randn(3, 4))
+        assert called
 
     def test_switches_its_mode_like_any_module(self, captured: Any) -> None:
         """``train`` and ``eval`` return the module and reach its children; PT2E's name for the mode follows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def cast_int32_to_int16(
         ``exported_program`` itself.
 
     Raises:
-        TypeError: ``exported_program`` is no ``ExportedProgram``.
+        TypeError: ``exported_program`` is no ``ExportedProgram``, or ``value_ranges`` no mapping.
         ValueError: ``value_ranges`` names no integer node of the program, or is no pair of integers in order.
 
     Warns:
@@ -191,6 +191,8 @@ def _declared(program: ExportedProgram, value_ranges: Mapping[str, tuple[int, in
         if isinstance(node.meta.get("val"), torch.Tensor)
         and not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
     }
+    if not isinstance(value_ranges, Mapping):
+        raise TypeError(f"value_ranges must map names to (smallest, largest), got {value_ranges!r}.")
     declared: dict[Node, Interval] = {}
     for name, bounds in value_ranges.items():
         if name not in integers:
@@ -198,7 +200,8 @@ def _declared(program: ExportedProgram, value_ranges: Mapping[str, tuple[int, in
             raise ValueError(
                 f"value_ranges names {name!r}, which is no integer value of the program. Its integer inputs: {inputs}."
             )
-        if len(bounds) != 2 or not all(isinstance(bound, int) for bound in bounds) or bounds[0] > bounds[1]:
+        is_pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(bound, int) for bound in bounds)
+        if not is_pair or bounds[0] > bounds[1]:
             raise ValueError(f"value_ranges[{name!r}] must be (smallest, largest) in integers, got {bounds!r}.")
         declared[integers[name]] = Interval(*bounds).meet(dtype_interval(integers[name].meta["val"].dtype))
     return declared

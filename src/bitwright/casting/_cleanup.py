@@ -2,7 +2,8 @@
 
 A cast may be removed only when that cannot change a number: it was inserted by a pass of this package, or it is
 an original cast that widens. An original narrowing cast is the author's rounding, and a cast with ``copy`` is the
-author's copy: both stay. Casts between dtype categories (float, signed integer, ...) are never merged.
+author's copy: both stay. So do casts of, and to, what is written in place: each is a copy of its moment. Casts between
+dtype categories (float, signed integer, ...) are never merged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final
 
 import torch
 from torch.fx import Graph, Node
+
+from ._arguments import written_in_place
 
 _aten = torch.ops.aten
 CAST_OPS: Final = frozenset(
@@ -50,13 +53,13 @@ def cleanup_casts(graph: Graph, pass_inserted: Container[Node]) -> None:
         graph: graph whose nodes carry ``meta["val"]``; changed in place.
         pass_inserted: casts that a pass inserted or took over.
     """
-    changed = True
+    changed, written = True, written_in_place(graph)
     while changed:
         changed = False
         for node in list(graph.nodes):
-            if node.users and _removable(node, pass_inserted):
-                changed |= _shorten(node, pass_inserted)
-        changed |= _merge_duplicates(graph, pass_inserted)
+            if node.users and _removable(node, pass_inserted, written):
+                changed |= _shorten(node, pass_inserted, written)
+        changed |= _merge_duplicates(graph, pass_inserted, written)
 
 
 def is_plain_cast(node: Node) -> bool:
@@ -71,8 +74,8 @@ def is_plain_cast(node: Node) -> bool:
     return all(value in _DEFAULT_VALUES or value == source.device for value in extra)
 
 
-def _removable(node: Node, pass_inserted: Container[Node]) -> bool:
-    if not is_plain_cast(node):
+def _removable(node: Node, pass_inserted: Container[Node], written: Container[Node]) -> bool:
+    if not is_plain_cast(node) or node in written or node.args[0] in written:
         return False
     if node in pass_inserted:
         return True
@@ -91,11 +94,13 @@ def _ends(node: Node) -> tuple[torch.dtype, torch.dtype]:
     return source, target
 
 
-def _shorten(node: Node, pass_inserted: Container[Node]) -> bool:
+def _shorten(node: Node, pass_inserted: Container[Node], written: Container[Node]) -> bool:
     """Bypass ``node`` when it is a no-op, or let it read from before a chain of removable casts."""
     source, target = _ends(node)
     origin = node.all_input_nodes[0]
-    while _removable(origin, pass_inserted) and category(_ends(origin)[0]) == category(source) == category(target):
+    while _removable(origin, pass_inserted, written):
+        if not category(_ends(origin)[0]) == category(source) == category(target):
+            break
         origin = origin.all_input_nodes[0]
         if dtype_of(origin) == target:
             break
@@ -108,11 +113,11 @@ def _shorten(node: Node, pass_inserted: Container[Node]) -> bool:
     return False
 
 
-def _merge_duplicates(graph: Graph, pass_inserted: Container[Node]) -> bool:
+def _merge_duplicates(graph: Graph, pass_inserted: Container[Node], written: Container[Node]) -> bool:
     seen: dict[tuple[Node, torch.dtype], Node] = {}
     changed = False
     for node in graph.nodes:
-        if not node.users or not _removable(node, pass_inserted):
+        if not node.users or not _removable(node, pass_inserted, written):
             continue
         key = (node.all_input_nodes[0], _ends(node)[1])
         first = seen.setdefault(key, node)

@@ -13,10 +13,11 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from ._arguments import bound_arguments
 from ._cleanup import CAST_OPS, cleanup_casts
 from ._float_plan import IGNORED, FloatPlan, touches_float32
 from ._numbers import narrow_bound, narrow_bounds, narrow_scalar, narrow_tensor, narrow_threshold
-from ._operators import attribute_of, bound_arguments, bounds_results, called_graphs, is_creation, op_name
+from ._operators import attribute_of, bounds_results, called_graphs, is_creation, op_name
 from ._program import finish, replace_state, static_inputs
 from ._retype import DtypeInference, Retyper, dtypes_of, set_dtypes
 
@@ -110,6 +111,16 @@ class _GraphRewriter:
         set_dtypes(node, after)
         if node.target in CAST_OPS and before == [_FLOAT32]:
             self._inserted.add(node)
+            self._keep_copy(node)
+
+    def _keep_copy(self, node: Node) -> None:
+        """Let a cast that is none any more copy its argument where one of both is written to in place."""
+        source = node.all_input_nodes[0]
+        was_cast = self._retyper.original(source) != _FLOAT32
+        can_copy = node.target in (torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout)  # other casts always do
+        if can_copy and was_cast and self._retyper.is_written(node):
+            arguments = {argument.name: value for argument, value in bound_arguments(node)}
+            node.args, node.kwargs = (arguments.pop("self"),), {**arguments, "copy": True}
 
     def _narrow_graph_call(self, node: Node) -> None:
         self._retyper.feed(node, self._wanted)

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from ._arguments import written_arguments
 from ._cleanup import CAST_OPS, dtype_of
 from ._intervals import Interval
 from ._numbers import fits_tensor, holds_mask_numbers, largest, loses_precision
@@ -33,7 +34,6 @@ from ._operators import (
     promoted_integers,
     reinterprets_bits,
     unsuitable_scalar,
-    written_arguments,
 )
 from ._positions import position_chains
 from ._program import static_inputs, tokens, user_inputs

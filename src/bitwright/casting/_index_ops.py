@@ -32,6 +32,8 @@ INDEX_ARGUMENT: Final = {
     _aten._unsafe_index.Tensor: 1,
     _aten._unsafe_index_put.default: 1,
 }
+_FROM_THE_END: Final = (_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor)
+"""Operators that take negative indices although they take no lists."""
 _LISTS: Final = frozenset(
     {
         _aten.index.Tensor,
@@ -71,7 +73,7 @@ def index_bounds(node: Node) -> Iterator[tuple[Node, int | None, Any]]:
             continue
         axis = 0 if node.target == _aten.embedding.default else node.args[1] if len(node.args) > 2 else None
         if isinstance(axis, int) and len(shape) > 0:
-            yield index, 0, shape[axis]
+            yield index, None if node.target in _FROM_THE_END else 0, shape[axis]
 
 
 def _is_integer_index(entry: Any) -> bool:

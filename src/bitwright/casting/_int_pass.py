@@ -12,11 +12,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Node
 
+from ._arguments import written_arguments
 from ._cleanup import cleanup_casts, dtype_of
 from ._float_pass import sync_metadata_assertion
 from ._index_ops import build_unsafe_to_cast_nodes, index_nodes
 from ._intervals import Interval, dtype_interval
-from ._operators import called_graphs, op_name, written_arguments
+from ._operators import called_graphs, op_name
 from ._program import finish, user_inputs
 from ._ranges import RangeAnalysis
 from ._reachable import reachable

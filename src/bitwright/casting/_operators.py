@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
+from ._arguments import bound_arguments
 from ._cleanup import CAST_OPS, dtype_of
 from ._numbers import fits_scalar
 
@@ -51,7 +52,19 @@ _CALLING_OPS: Final = frozenset(
 )
 
 #: Products and quotients: a factor among the subnormal numbers loses digits that the result needs.
-_PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide", "mul_", "div_"})
+_PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide"})
+
+#: Arguments that are factors, of any operator and of some.
+_FACTOR_ARGUMENTS: Final = frozenset({"alpha", "beta", "negative_slope"})
+_FACTORS_OF: Final = {
+    "addcdiv": ("value",),
+    "addcmul": ("value",),
+    "elu": ("scale", "input_scale"),
+    "lerp": ("weight",),
+}
+#: Operators that make a tensor of one number, and those that hand it on as it is.
+_FILLED: Final = frozenset({"full", "full_like", "new_full", "scalar_tensor"})
+_HANDING_ON: Final = frozenset({"where", "expand", "view", "unsqueeze", "neg", "clone", "alias"})
 
 #: Operators that put a number into their result, or move their result by it.
 _BOUNDING_NAMES: Final = frozenset(
@@ -183,39 +196,6 @@ def scalars(node: Node) -> Iterator[tuple[str, float]]:
                 yield argument.name, entry
 
 
-def bound_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    """Yield (schema argument, value) for the arguments that ``node`` gives to its operator."""
-    if not isinstance(node.target, OpOverload):
-        return
-    arguments = node.target._schema.arguments
-    for argument, value in zip(arguments, node.args, strict=False):
-        yield argument, value
-    for argument in arguments:
-        if argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
-
-
-def written_arguments(node: Node) -> list[Node]:
-    """Return the tensors that an operator writes to in place."""
-    return [
-        value
-        for argument, value in bound_arguments(node)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
-    ]
-
-
-def written_in_place(graph: Graph) -> set[Node]:
-    """Return the tensors that are written to in a graph that is not functional, and what they are views of."""
-    written: set[Node] = set()
-    for node in graph.nodes:
-        for argument in written_arguments(node):
-            source: Any = argument
-            while isinstance(source, Node) and source not in written:
-                written.add(source)
-                source = source.args[0] if source.args else None
-    return written
-
-
 def bounds_results(node: Node) -> bool:
     """Tell whether the numbers that ``node`` is given, or that it makes or holds, bound or shift results."""
     if op_name(node) in _BOUNDING_NAMES:
@@ -224,13 +204,27 @@ def bounds_results(node: Node) -> bool:
     return passes_on and bool(node.users) and all(bounds_results(user) for user in node.users)
 
 
+def _is_multiplied(node: Node) -> bool:
+    """Tell whether a tensor of one number, or what hands it on, is a factor."""
+    names = {user: op_name(user).removesuffix("_") for user in node.users}
+    return any(name in _PRODUCT_NAMES or (name in _HANDING_ON and _is_multiplied(user)) for user, name in names.items())
+
+
+def _is_factor(node: Node, argument: str) -> bool:
+    """Tell whether an argument of an operator, in place or not, multiplies or divides others."""
+    name = op_name(node).removesuffix("_")
+    if name in _FILLED:
+        return _is_multiplied(node)
+    return name in _PRODUCT_NAMES or argument in _FACTOR_ARGUMENTS or argument in _FACTORS_OF.get(name, ())
+
+
 def unsuitable_scalar(node: Node, dtype: torch.dtype) -> str | None:
     """Say which scalar of ``node`` cannot be held in ``dtype``; None when all can."""
     smallest_normal = float(torch.finfo(dtype).smallest_normal)
     for name, value in scalars(node):
         if not fits_scalar(value, dtype):
             return f"its argument {name}={value!r} exceeds {dtype}"
-        if op_name(node) in _PRODUCT_NAMES and 0.0 < abs(value) < smallest_normal:
+        if 0.0 < abs(value) < smallest_normal and _is_factor(node, name):
             return f"its factor {name}={value!r} lies below the normal numbers of {dtype}"
         if op_name(node) == "logit" and float(torch.tensor(1.0 - value, dtype=torch.float64).to(dtype)) == 1.0:
             return f"its bound 1 - {value!r} is 1 in {dtype}"

@@ -18,9 +18,11 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from ._arguments import written_arguments, written_in_place
 from ._cleanup import CAST_OPS, dtype_of
 from ._numbers import STANDS_FOR_INFINITY
-from ._operators import op_name, promoted_integers, scalars, written_arguments, written_in_place
+from ._operators import op_name, promoted_integers, scalars
+from ._reachable import reachable
 
 _aten = torch.ops.aten
 _NEEDS_EVERY_DIGIT: Final = frozenset(
@@ -56,7 +58,8 @@ def position_chains(graph: Graph, parameters: set[Node], buffers: set[Node]) -> 
         buffers: placeholders of buffers and constants that are no masks.
     """
     chains = PositionChains()
-    written = written_in_place(graph)
+    # What a written tensor is made of would have it computed in float32 too, and then written to in 16 bits.
+    written = reachable(written_in_place(graph), lambda node: [one for one in node.args[:1] if isinstance(one, Node)])
     for node in graph.nodes:
         found = [_chain_to(end, parameters) for end in _ends_of_chains(node)]
         exact = [chain for chain in found if _is_exact(chain, buffers) and written.isdisjoint(chain)]

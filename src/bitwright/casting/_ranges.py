@@ -16,9 +16,10 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from ._arguments import bound_arguments, written_in_place
 from ._index_ops import index_bounds
 from ._intervals import Interval, dtype_interval
-from ._operators import bound_arguments, called_graphs, op_name, reinterprets_bits, written_in_place
+from ._operators import called_graphs, op_name, reinterprets_bits
 from ._program import static_inputs
 from ._range_rules import RULES
 

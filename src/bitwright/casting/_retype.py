@@ -1,8 +1,9 @@
 """Dtypes of the values of a graph, changed one node at a time.
 
 Every value has one native dtype: that of the node which computes it. Who needs it in another dtype asks for a
-cast, which is made once, in front of the first node that reads it, and shared. Because a reader always asks by the
-*original* node, no cast of a cast arises, and neighbours that work in the same dtype are connected directly.
+cast, which is made once, in front of the first node that reads it, and shared; unless the value is written to in
+place, when each reader casts what it is by then. Because a reader always asks by the *original* node, no cast of a
+cast arises, and neighbours that work in the same dtype are connected directly.
 
 A cast belongs to the module of its reader, so that what a submodule returns does not change.
 """
@@ -19,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
+from ._arguments import written_in_place
 from ._cleanup import dtype_of
 
 _KEPT_META = ("stack_trace", "nn_module_stack")
@@ -37,11 +39,16 @@ class Retyper:
         self._graph = graph
         self._inserted = inserted
         self._original = {node: dtype_of(node) for node in graph.nodes}
+        self._written = written_in_place(graph)
         self._casts: dict[tuple[Node, torch.dtype], Node] = {}
 
     def original(self, node: Node) -> torch.dtype | None:
         """Return the dtype that ``node`` had before any change; None when its value is no tensor."""
         return self._original.get(node)
+
+    def is_written(self, node: Node) -> bool:
+        """Tell whether the memory of ``node`` was written to in place before any change."""
+        return node in self._written
 
     def value(self, node: Node, dtype: torch.dtype, reader: Node) -> Node:
         """Return a node that holds the value of ``node`` in ``dtype``: itself, or a cast.
@@ -50,6 +57,8 @@ class Retyper:
         """
         if dtype_of(node) == dtype:
             return node
+        if node in self._written:
+            return self._insert_cast(node, dtype, reader)
         key = (node, dtype)
         if key not in self._casts:
             self._casts[key] = self._insert_cast(node, dtype, reader)

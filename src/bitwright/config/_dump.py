@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,6 +99,7 @@ def _free_name(fields: Mapping[str, Any], taken: Mapping[str, Any]) -> str:
     granularity = fields.get("granularity")
     kind = granularity.get("type") if isinstance(granularity, Mapping) else None
     base = "_".join(str(part) for part in (fields.get("dtype"), kind) if part) or "spec"
+    base = re.sub(r"[^0-9A-Za-z_-]", "_", base)  # what an anchor may consist of
     name, count = base, 1
     while name in taken:
         count += 1

@@ -43,11 +43,13 @@ def _index_tree(model: nn.Module) -> list[IndexedModule]:
             found.append(IndexedModule(module, [], []))
         entry = found[position[id(module)]]
         entry.names.append(name)
+        children: dict[int, None] = {}
         for child_name, child in module._modules.items():
             if child is not None and id(child) not in path:
                 at = visit(child, f"{name}.{child_name}" if name else child_name, path | {id(child)})
-                if new and at not in entry.children:
-                    entry.children.append(at)
+                children[at] = None
+        if new:
+            entry.children.extend(children)
         return position[id(module)]
 
     visit(model, "", frozenset({id(model)}))
@@ -88,7 +90,8 @@ def type_matches(key: str, cls: type) -> bool:
     if key == type_name(cls):
         return True
     prefix, _, last = key.rpartition(".")
-    return prefix in sys.modules and vars(sys.modules[prefix]).get(last) is cls
+    # ``sys.modules`` may hold anything: None where an import is forbidden.
+    return getattr(sys.modules.get(prefix), "__dict__", {}).get(last) is cls
 
 
 class ModuleIndex:

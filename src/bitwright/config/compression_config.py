@@ -46,7 +46,11 @@ def _names_as_text(value: Any) -> Any:
     for key in value:
         if isinstance(key, float):
             raise ValueError(f"The module name {key!r} was read as a number; put it in quotes.")
-    return {str(key) if type(key) is int else key: config for key, config in value.items()}
+    named = {str(key) if type(key) is int else key: config for key, config in value.items()}
+    if len(named) < len(value):
+        both = ", ".join(f"{key!r} and {str(key)!r}" for key in value if type(key) is int and str(key) in value)
+        raise ValueError(f"Key collision detected: {both} name the same module. Keep one of them.")
+    return named
 
 
 class CompressionConfig(ConfigFile, ABC, Generic[_T]):

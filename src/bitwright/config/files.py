@@ -71,7 +71,7 @@ class ConfigFile(StrictModel):
         """Build a config from YAML; an empty document gives a warning and None.
 
         Args:
-            yml: path, or open file, or YAML text of more than one line.
+            yml: path, or open file, or YAML text, which is empty or has more than one line.
 
         Raises:
             ValueError: the document is not a mapping.
@@ -92,7 +92,7 @@ class ConfigFile(StrictModel):
         """Build a config from JSON.
 
         Args:
-            json_input: path, or open file, or JSON text that starts with ``{``.
+            json_input: path, or open file, or JSON text, which is empty or starts with ``{``.
 
         Raises:
             ValueError: the document is not JSON, names a key twice, or is not an object.
@@ -176,8 +176,8 @@ def _place(source: str | Path | IO[str] | IO[bytes], text_mark: str) -> str | No
     if not isinstance(source, str | Path):
         return None
     text = str(source)
-    is_text = isinstance(source, str) and (text_mark in text if text_mark == "\n" else text.lstrip()[:1] == "{")
-    return None if is_text else text
+    marked = text_mark in text if text_mark == "\n" else text.lstrip()[:1] == "{"
+    return None if isinstance(source, str) and (marked or not text.strip()) else text
 
 
 def _write(text: str, path: str | Path | None) -> str:
@@ -189,7 +189,18 @@ def _write(text: str, path: str | Path | None) -> str:
 class _Loader(yaml.SafeLoader):
     """A safe loader that reports keys written twice in one mapping, of which YAML silently keeps the last."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._checked: set[int] = set()
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Check the keys that stand in the document, once: flattening adds those of ``<<`` to them."""
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._refuse_repeated_keys(node)
+        super().flatten_mapping(node)
+
+    def _refuse_repeated_keys(self, node: Any) -> None:
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -199,4 +210,3 @@ class _Loader(yaml.SafeLoader):
                     "while reading a mapping", node.start_mark, f"found the key {key.value!r} twice", key.start_mark
                 )
             seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep=deep)

@@ -292,16 +292,17 @@ def _entries(config: CompressionConfig[Any]) -> Iterator[tuple[ConfigLevel, str,
         (ConfigLevel.MODULE_TYPE, config.module_type_configs or {}),
     )
     for level, entries in sections:
-        for key in reversed(list(entries)):
-            # None stands here only if it was written into the dict past validation; it means what it means elsewhere.
-            entry = entries[key] if entries[key] is not None else config._module_config_class()._disabled()
+        for key, written in reversed(list(entries.items())):
+            # Classes and None stand here only if they were written past validation; they mean what they mean elsewhere.
+            name = type_name(key) if isinstance(key, type) else str(key)
+            entry = written if written is not None else config._module_config_class()._disabled()
             if not isinstance(entry, ModuleCompressionConfig):
                 wanted = config._module_config_class().__name__
                 raise TypeError(
-                    f"{_describe(level, str(key))} is {entry!r}, not a {wanted} or None. "
+                    f"{_describe(level, name)} is {entry!r}, not a {wanted} or None. "
                     "Set entries with set_module_name or set_module_type, which check them."
                 )
-            yield level, str(key), entry
+            yield level, name, entry
 
 
 def module_configs(config: CompressionConfig[Any]) -> Iterator[tuple[str, Any]]:

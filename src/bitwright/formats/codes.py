@@ -29,7 +29,7 @@ def encode(values: torch.Tensor, fmt: NumberFormat | torch.dtype | str) -> torch
         ValueError: no such format; a NaN where the format has none (integers, FP4); a fraction where it holds integers.
     """
     fmt = format_of(fmt)
-    exact = values.detach().to(torch.float32)
+    exact = _to_odd_float32(values.detach())
     if fmt.kind == "exponent":
         return e8m0_codes(exact)
     if not (fmt.name.startswith("float8")):
@@ -67,6 +67,22 @@ def decode(codes: torch.Tensor, fmt: NumberFormat | torch.dtype | str) -> torch.
         return codes.view(fmt.dtype).to(torch.float32)
     table = torch.tensor([*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES)], dtype=torch.float32, device=codes.device)
     return table[codes.long() & 15]
+
+
+def _to_odd_float32(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 that a further rounding maps as it would map ``values``: of the two neighbours the odd one.
+
+    Source:
+        S. Boldo, G. Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd,
+        IEEE Transactions on Computers 57 (4), 2008.
+    """
+    nearest = values.to(torch.float32)
+    if values.dtype != torch.float64:
+        return nearest
+    beyond = nearest.double().abs() > values.abs()
+    toward_zero = torch.where(beyond, nearest.nextafter(torch.zeros_like(nearest)), nearest)
+    inexact = toward_zero.double() != values
+    return (toward_zero.view(torch.int32) | inexact.to(torch.int32)).view(torch.float32)
 
 
 def _encode_fp4(clamped: torch.Tensor) -> torch.Tensor:

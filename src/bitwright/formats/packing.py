@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["pack", "packed_size", "unpack"]
 
+_CODE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def packed_size(count: int, bits: int) -> int:
     """Return the bytes that ``count`` codes of ``bits`` bits take.
@@ -36,11 +38,12 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         1-D ``uint8`` tensor of ``packed_size(codes.numel(), bits)`` bytes.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 8, or the codes are not integers of at least 8 bits, or a code does not fit.
+        ValueError: ``bits`` is not 1 to 8, or the dtype is not ``uint8`` or ``int8`` to ``int64``, or a code does not
+            fit.
     """
     _check_bits(bits)
-    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
-        raise ValueError(f"Codes to pack must be integers, got {codes.dtype}.")
+    if codes.dtype not in _CODE_DTYPES:
+        raise ValueError(f"Codes to pack must be integers: uint8, or int8 to int64, got {codes.dtype}.")
     flat = codes.detach().reshape(-1)
     _check_fits(flat, bits)
     flat = flat.view(torch.uint8) if flat.dtype == torch.int8 else flat.to(torch.uint8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from bitwright.config.matching import ModuleRule, ModuleRules, SpecMatch, lookup_spec
 from bitwright.program import ModuleCall, Program, Value
 
 from .graph_ops import is_float
+from .merge_specs import effective
 from .plan import Problem
 from .reconcile import Group
 from .slots import Demand, Slot, SlotTable
@@ -48,7 +50,7 @@ def _apply_inputs(path: str, rule: ModuleRule, call: ModuleCall, table: SlotTabl
             continue
         readers = {id(use.op): use.op for use in value.uses if path in use.op.module_stack}
         slots = [table.add_input(op, value) for op in readers.values()]
-        override(slots, _demand(path, rule, match, "module_input_spec"), groups)
+        _join_or_override(slots, _demand(path, rule, match, "module_input_spec"), groups)
 
 
 def _apply_outputs(path: str, rule: ModuleRule, call: ModuleCall, table: SlotTable, groups: list[Group]) -> None:
@@ -56,7 +58,7 @@ def _apply_outputs(path: str, rule: ModuleRule, call: ModuleCall, table: SlotTab
         match = lookup_spec(rule.module_output_spec, (index,))
         if value is None or not match.found or not is_float(value) or not _made_inside(value, path):
             continue
-        override([table.add_output(value)], _demand(path, rule, match, "module_output_spec"), groups)
+        _join_or_override([table.add_output(value)], _demand(path, rule, match, "module_output_spec"), groups)
 
 
 def _made_inside(value: Value, path: str) -> bool:
@@ -65,6 +67,25 @@ def _made_inside(value: Value, path: str) -> bool:
 
 def _demand(path: str, rule: ModuleRule, match: SpecMatch, section: str) -> Demand:
     return Demand(match.spec, _STRONGEST, f"{rule.describe()}.{section}[{match.key!r}]", path)
+
+
+def _join_or_override(slots: list[Slot], demand: Demand, groups: list[Group]) -> None:
+    """Give ``slots``, which are one tensor's, the simulator that the tensor has if it does the same, or their own."""
+    for group in groups if slots and demand.spec is not None else ():
+        if _is_for(slots[0].value, group) and effective(group.spec) == effective(demand.spec):
+            others = [other for other in groups if other is not group]
+            override(slots, replace(demand, spec=None), others)
+            present = {slot.index for slot in group.slots}
+            added = [slot for slot in slots if slot.index not in present]
+            group.slots = sorted([*group.slots, *added], key=lambda slot: slot.index)
+            group.demand = demand
+            groups[:] = [other for other in groups if other is group or other in others]
+            return
+    override(slots, demand, groups)
+
+
+def _is_for(value: Value, group: Group) -> bool:
+    return group.spec is not None and all(slot.value is value for slot in group.slots)
 
 
 def override(slots: list[Slot], demand: Demand, groups: list[Group]) -> None:

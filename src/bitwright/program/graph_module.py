@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller, pass_through
 from bitwright._utils.forward_scope import ForwardScope
@@ -238,6 +239,8 @@ def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule
     module = TracedGraphModule.__new__(TracedGraphModule)
     nn.Module.__init__(module)
     module.__dict__.update(state)
+    # The check's hook has a number of the process that registered it, which another hook must not get in this one.
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(number + 1 for number in module._forward_pre_hooks)])
     module.graph = record.graph()
     return module
 

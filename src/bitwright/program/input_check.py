@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.fx.graph import _PyTreeCodeGen
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .batch_dependence import computes_with_sizes
 from .other_batches import changed_sizes, holds_for_batches_of
@@ -110,13 +111,11 @@ class InputCheck:
     Attributes:
         parameters: names of forward's arguments, in order.
         shapes: one entry for each flattened input.
-        structure: how the flattened inputs are arguments of forward.
         origin: the model, which is asked whether it computes with the size of the batch.
     """
 
     parameters: tuple[str, ...]
     shapes: tuple[InputShape, ...]
-    structure: TreeSpec
     origin: Origin
 
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -162,19 +161,23 @@ class InputCheck:
                 sizes is not None
                 and isinstance(module, fx.GraphModule)
                 and holds_for_batches_of(module, before, leaves, sizes)
-                and not self._model_computes_with(before, leaves, sizes)
+                and not self._model_computes_with(module.graph, before, leaves, sizes)
             )
         return known[came]
 
     def _model_computes_with(
-        self, before: Sequence[tuple[int, ...] | None], leaves: Sequence[Any], sizes: tuple[int, int]
+        self,
+        graph: fx.Graph,
+        before: Sequence[tuple[int, ...] | None],
+        leaves: Sequence[Any],
+        sizes: tuple[int, int],
     ) -> bool:
         """Whether the model is seen to compute with the size of the batch, which would be a constant in the graph."""
-        model = self.origin.model
-        if model is None:
+        model, codegen = self.origin.model, graph._codegen
+        if model is None or not isinstance(codegen, _PyTreeCodeGen):
             return False
         captured = {id(leaf): shape for shape, leaf in zip(before, leaves, strict=True) if shape is not None}
-        args, kwargs = tree_unflatten(leaves, self.structure)
+        args, kwargs = tree_unflatten(leaves, codegen.pytree_info.in_spec)
         return computes_with_sizes(model, args, kwargs, captured, sizes) is True
 
 

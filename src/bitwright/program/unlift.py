@@ -195,7 +195,7 @@ def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module) -
     shapes = tuple(
         InputShape(name, _dimensions(node.meta.get("val"), ranges), constants.get(name)) for node, name in names.items()
     )
-    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, exported.call_spec.in_spec, Origin(model))
+    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, Origin(model))
 
 
 def _dimensions(value: Any, ranges: dict[str, Any]) -> tuple[Dimension, ...] | None:
