@@ -498,6 +498,13 @@ def test_tensors_that_cannot_take_the_numbers_are_refused_unchanged(method, stor
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_prepared_model_on_the_meta_device_is_refused():
+    model = nn.Sequential(nn.Linear(64, 8, bias=False)).eval()
+    prepared = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((torch.randn(1, 64),))
+    with pytest.raises(ArtifactError, match=r"'0\.weight' is on the meta device"):
+        Artifact.from_model(prepared.to("meta"))
+
+
 @pytest.mark.parametrize("method", ["load_into", "packed_model"])
 def test_a_file_that_is_gone_leaves_the_model_as_it_is(saved, tmp_path, method):
     """The last tensor is read before the first one is written."""

@@ -119,6 +119,70 @@ def test_graphs_with_control_flow_are_packed() -> None:
     }
 
 
+class Normed(nn.Module):
+    """Modules with running statistics of which some are folded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.again = self.norm
+        self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "unused":
+            return self.b(self.a(x))
+        if self.kind == "instance norm":
+            return self.instance(self.norm(self.a(x)).unflatten(1, (4, 4)))
+        if self.kind == "two places":
+            return self.again(self.b(self.norm(self.a(x))))
+        return self.norm(self.b(self.norm(self.a(x))).relu())
+
+
+def _normed(kind: str) -> Normed:
+    torch.manual_seed(0)
+    model = Normed(kind)
+    for _ in range(3):
+        model(2 * torch.randn(8, 16) + 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["unused", "instance norm", "two places"])
+def test_what_is_not_folded_is_in_the_artifact(kind: str, tmp_path: Path) -> None:
+    """Buffers beside running statistics too, which no operation reads; what is folded is taken out everywhere."""
+    model, x = _normed(kind), torch.randn(4, 16)
+    prepared = Quantizer(model, QuantizerConfig.presets.w8()).prepare((x,)).eval()
+    Artifact.from_model(prepared).save(tmp_path / "a")
+    artifact = Artifact.load(tmp_path / "a")
+    assert artifact.folded_norms == (() if kind == "unused" else ("norm", "again"))
+    assert "instance.num_batches_tracked" in artifact
+    assert ("norm.num_batches_tracked" in artifact) == (kind == "unused")
+    for load in (artifact.load_into, artifact.packed_model):
+        loaded = load(copy.deepcopy(model))
+        torch.testing.assert_close(loaded(x), prepared(x), atol=1e-4, rtol=1e-4)
+
+
+def test_a_norm_that_is_folded_and_used_elsewhere_is_refused() -> None:
+    model, x = _normed("elsewhere too"), torch.randn(4, 16)
+    artifact = Artifact.from_model(Quantizer(model, QuantizerConfig.presets.w8()).prepare((x,)))
+    with pytest.raises(ArtifactError, match=r"'again'.*apply them twice"):
+        artifact.load_into(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_batch_norms_that_the_artifact_never_had_stay(mode: str) -> None:
+    """A model with more batch norms is another model, unless the artifact does not tell which were folded."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval(), torch.randn(4, 16)
+    artifact = Artifact.from_model(Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode)).prepare((x,)))
+    other = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.BatchNorm1d(16)).eval()
+    for load in (artifact.load_into, artifact.packed_model):
+        with pytest.raises(ArtifactError, match=r"another model.*2\.running_mean"):
+            load(other)
+    assert isinstance(other[2], nn.BatchNorm1d)
+    artifact.folded_norms = None
+    assert isinstance(artifact.load_into(other)[2], nn.Identity)
+
+
 def test_another_model_is_refused_unchanged() -> None:
     """Batch norms are taken out only where everything else fits."""
     model = _trained()

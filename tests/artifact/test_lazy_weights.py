@@ -159,6 +159,48 @@ def test_what_a_look_up_refuses_is_refused(models):
         packed(torch.tensor([[512]]))
 
 
+REFUSED_IDS = {
+    "fractions": (torch.tensor([1.7]), {}),
+    "bool": (torch.tensor([True]), {}),
+    "uint8": (torch.tensor([1], dtype=torch.uint8), {}),
+    "int16": (torch.tensor([1], dtype=torch.int16), {}),
+    "padding behind the end": (torch.tensor([1]), {"padding_idx": 512}),
+    "padding before the start": (torch.tensor([1]), {"padding_idx": -513}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IDS)
+def test_ids_that_torch_refuses_are_refused(name):
+    """With torch's own words."""
+    ids, options = REFUSED_IDS[name]
+    plain, lazy = (getattr(model, "0").weight for model in _vocabularies())
+    assert isinstance(lazy, LazyWeight)
+    with pytest.raises((RuntimeError, AssertionError)) as expected:
+        F.embedding(ids, plain, **options)
+    with pytest.raises(expected.type) as raised:
+        F.embedding(ids, lazy, **options)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_ids_of_both_types_and_paddings_are_looked_up():
+    plain, lazy = (getattr(model, "0").weight for model in _vocabularies())
+    for dtype in (torch.int32, torch.int64):
+        for padding in (None, 511, -512):
+            ids = torch.tensor([[1, 511]], dtype=dtype)
+            assert torch.equal(F.embedding(ids, lazy, padding), F.embedding(ids, plain, padding))
+
+
+def _vocabularies():
+    """A prepared embedding, and its copy with packed weights."""
+    torch.manual_seed(0)
+    module = ModuleQuantizerConfig(
+        op_input_spec=None, op_output_spec=None, op_state_spec={"weight": QuantizationSpec(dtype="int8")}
+    )
+    config = QuantizerConfig(global_config=module, execution_mode="eager")
+    prepared = Quantizer(nn.Sequential(nn.Embedding(512, 256)).eval(), config).prepare((torch.tensor([1]),))
+    return prepared, packed_copy(prepared)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("bias", [False, True])

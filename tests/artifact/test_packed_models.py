@@ -228,6 +228,57 @@ def test_what_only_reads_a_weight_works():
     assert torch.equal(~(weight > 0), plain <= 0)
 
 
+@every_compressor
+@pytest.mark.parametrize("saved", [False, True])
+def test_models_of_one_artifact_have_codes_of_their_own(compressor, saved, tmp_path):
+    """A state that is loaded into one is neither in the others nor in the artifact."""
+    artifact = Artifact.from_model(prepared_by(compressor))
+    if saved:
+        artifact.save(tmp_path / "a")
+        artifact = Artifact.load(tmp_path / "a")
+    first, second = artifact.packed_model(network()), artifact.packed_model(network())
+    before, expected = artifact.decode("0.weight").clone(), second(X)
+    torch.manual_seed(1)
+    different = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
+    different[2].weight = different[0].weight
+    other = PACKED["packed_model"](prepared_by(compressor, different), different)
+    first.load_state_dict(other.state_dict())
+    assert torch.equal(first(X), other(X))
+    assert torch.equal(artifact.decode("0.weight"), before)
+    assert torch.equal(second(X), expected)
+    assert torch.equal(artifact.packed_model(network())(X), expected)
+
+
+@pytest.mark.parametrize("size", [64, 512])
+@pytest.mark.parametrize("way", ["loaded", "in memory", "packed_copy", "cast", "assigned"])
+def test_buffers_that_are_made_in_inference_mode(way, size, tmp_path):
+    """The model runs there and outside, and sees what is written to them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(size, size)).eval(), torch.randn(2, size)
+    prepared = COMPRESSORS["quantizer"](copy.deepcopy(model)).prepare((x,)).eval()
+    Artifact.from_model(prepared).save(tmp_path / "a")
+    expected = prepared(x)
+    with torch.inference_mode():
+        if way == "loaded":
+            packed = Artifact.load(tmp_path / "a").packed_model(model)
+        elif way == "in memory":
+            packed = Artifact.from_model(prepared).packed_model(model)
+        else:
+            packed = packed_copy(prepared)
+        if way == "cast":
+            packed = packed.double().float()
+        if way == "assigned":
+            packed.load_state_dict({name: value.clone() for name, value in packed.state_dict().items()}, assign=True)
+        torch.testing.assert_close(packed(x), expected)
+        for name, buffer in packed.named_buffers():
+            if name.endswith("scale"):
+                buffer.mul_(2)
+        torch.testing.assert_close(packed(x) - model[0].bias, 2 * (expected - model[0].bias))
+    given = x.clone().requires_grad_()
+    packed(given).sum().backward()
+    assert given.grad is not None
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_its_own_state_is_loaded(assign):
     """Also that of another packed model of the kind."""

@@ -514,3 +514,15 @@ def test_after_casting_to_half() -> None:
         warnings.simplefilter("error", ConfigMatchWarning)
         result = quantize_weights(program, DType.INT8, weight_num_threshold=100)
     assert sqnr(model(x).detach().numpy(), run(result, x.half())[0]) > 34
+
+
+@pytest.mark.parametrize("lut_dtype", [DType.INT8, DType.UINT8, DType.FP8_E4M3FN])
+def test_codes_of_small_weights_are_chosen_with_the_scales_that_half_precision_holds(lut_dtype: DType) -> None:
+    """Channel scales of 2**-15 or so leave a few bits of the scales of their tables."""
+    torch.manual_seed(0)
+    weight = (torch.randn(OUT, IN) * 2.5e-5).half().float()
+    options: dict[str, Any] = {"lut_dtype": lut_dtype, "n_bits": 8, "granularity": G.PER_CHANNEL}
+    floats = palettize_weights(_linear(weight), **options, enable_per_channel_scale=True)
+    halves = palettize_weights(_linear(weight, torch.float16), **options, enable_per_channel_scale=True)
+    best = sqnr(weight.numpy(), _decoded(floats))
+    assert sqnr(weight.numpy(), _decoded(halves, torch.float16)) > best - 1.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,18 @@ def test_parameters_of_whole_tensors_with_a_batch_that_varies(exported, qscheme,
     for size in (1, 5, 16):
         value = torch.randn(size, 8)
         assert sqnr(ready(value), call(value)) > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_onnx_angles_on_the_axes_and_at_infinity(dtype, tmp_path):
+    class AngleOf(nn.Module):
+        def forward(self, y, x):
+            return torch.atan2(y, x)
+
+    pytest.importorskip("onnxscript")
+    from bitwright.export.onnx import export_onnx, run_onnx
+
+    numbers = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.25, -3.0, math.inf, -math.inf, math.nan], dtype=dtype)
+    y, x = (grid.flatten() for grid in torch.meshgrid(numbers, numbers, indexing="ij"))
+    found = run_onnx(export_onnx(AngleOf(), (y, x), tmp_path / "model.onnx"), (y, x))[0]
+    assert torch.allclose(found, torch.atan2(y, x), atol=1e-6 if dtype == torch.float32 else 2e-3, equal_nan=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright.artifact import Artifact
 from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors, read_gguf
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 
@@ -30,6 +31,7 @@ PACKED = {
     "fp8": spec_of("float8_e4m3fn"),
     "fp8 per tensor": QuantizationSpec(dtype="float8_e4m3fn"),
     "fp8 square blocks": spec_of("float8_e4m3fn", PerBlockGranularity(block_size=(32, 32))),
+    "fp8 blocks of whole rows": spec_of("float8_e4m3fn", PerBlockGranularity(block_size=(16, -1))),
     "fp4": spec_of("float4_e2m1fn_x2", blocks(32)),
 }
 
@@ -110,6 +112,7 @@ REFUSED = {
     "minval": (Mlp, spec_of("int4", qformulation="minval"), "minval"),
     "fp8 wide": (Mlp, spec_of("float8_e5m2"), "e4m3"),
     "fp4 in blocks of 16": (Mlp, spec_of("float4_e2m1fn_x2", blocks(16)), "blocks of 32"),
+    "integer blocks of whole rows": (Mlp, spec_of("int8", PerBlockGranularity(block_size=(2, -1))), "one row"),
     "integer square blocks": (Mlp, spec_of("int8", PerBlockGranularity(block_size=(32, 32))), "one row"),
     "convolution": (ConvNet, W8, "only weights of linear layers"),
 }
@@ -198,6 +201,84 @@ def test_layers_with_a_tied_weight_are_all_targets(mode, shared, tmp_path):
     loaded = TwoNames().eval()
     loaded.load_state_dict(read_compressed_tensors(folder))
     assert torch.equal(loaded(x), ready(x))
+
+
+class Kernel(nn.Module):
+    """A parameter that no linear layer has."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x):
+        return x @ self.kernel.T
+
+
+class KernelHead(nn.Module):
+    """A head that multiplies with the embedding under a name of its own, and a layer whose weight is packed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.head = Kernel(self.embed.weight)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("spec", [W8, spec_of("float8_e4m3fn")])
+def test_tied_tensors_keep_their_further_names(spec, tmp_path):
+    """Also where one of the names is that of a layer's weight and the other is not."""
+    module = ModuleQuantizerConfig(op_state_spec={"weight": spec}, op_input_spec=None, op_output_spec=None)
+    config = QuantizerConfig(global_config=None, module_type_configs={nn.Linear: module}, execution_mode="eager")
+    ready = Quantizer(KernelHead().eval(), config).prepare((torch.arange(8)[None],))
+    stored = load_file(export_compressed_tensors(ready, tmp_path / "c") / "model.safetensors")
+    assert {name for name in stored if not name.startswith("layer.")} == {"embed.weight", "head.kernel"}
+    assert torch.equal(stored["head.kernel"], ready.embed.weight)
+
+
+def _pruned_linear(spec, first):
+    """A pruned and quantized layer; pruned before it is quantized, or behind that."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 32)).eval(), torch.randn(1, 64)
+
+    def prune(model):
+        return MagnitudePruner(model, MagnitudePrunerConfig()).prepare((x,)).eval()
+
+    _, ready = prepared(prune(model) if first else model, x, spec, mode="eager")
+    return ready if first else prune(ready)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["fp4", "int4 groups asymmetric", "int8", "fp8"])
+def test_compressed_tensors_of_pruned_weights(name, first, tmp_path):
+    """Entries that a mask drops have the code of zero."""
+    pytest.importorskip("compressed_tensors")
+    ready = _pruned_linear(PACKED[name], first)
+    state = read_compressed_tensors(export_compressed_tensors(ready, tmp_path / "c"))
+    assert torch.equal(state["0.weight"], ready[0].weight)
+    assert int((ready[0].weight == 0).sum()) >= 1024
+
+
+@pytest.mark.parametrize("name", ["fp4", "int4 groups asymmetric"])
+@pytest.mark.parametrize("first", [True, False])
+def test_gguf_of_pruned_weights(name, first, tmp_path):
+    pytest.importorskip("gguf")
+    ready = _pruned_linear(PACKED[name], first)
+    state = read_gguf(export_gguf(ready, tmp_path / "m.gguf", round_scales=True))
+    assert torch.allclose(state["0.weight"], ready[0].weight, atol=1e-3)
+    assert torch.equal(state["0.weight"] == 0, ready[0].weight == 0)
+
+
+def test_gguf_refuses_masks_that_its_type_has_no_zeros_for(tmp_path):
+    """The codes of the minval formulation start at a minimum, which need not be a multiple of the scale."""
+    pytest.importorskip("gguf")
+    spec = spec_of("uint4", blocks(32), qscheme="asymmetric", qformulation="minval")
+    ready = _pruned_linear(spec, first=False)
+    with pytest.raises(ValueError, match=r"0\.weight: the 'minval' formulation has no code for the zeros of a mask"):
+        export_gguf(ready, tmp_path / "no.gguf", round_scales=True)
+    state = read_gguf(export_gguf(ready, tmp_path / "m.gguf", round_scales=True, allow_dense=True))
+    assert torch.equal(state["0.weight"], ready[0].weight)
 
 
 class TiedHead(nn.Module):
@@ -403,6 +484,17 @@ def test_gguf_takes_names_of_63_bytes(tmp_path):
     with pytest.raises(ValueError, match=r"up\.weight: its name .* 64 bytes(.|\n)*up\.bias: its name .*rename="):
         export_gguf(ready, tmp_path / "n.gguf", round_scales=True, rename=lambda name: names.get(name, name))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_gguf_names_and_metadata_are_checked(tmp_path):
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    with pytest.raises(ValueError, match=r"up\.weight: rename= gave it the name None, which is no text"):
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: None)
+    with pytest.raises(ValueError, match="64 bits, got 18446744073709551616; write it as text"):
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, metadata={"a.b": 2**64})
+    assert not list(tmp_path.iterdir())
 
 
 def test_gguf_with_rounded_scales(tmp_path):

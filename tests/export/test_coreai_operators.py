@@ -267,3 +267,14 @@ def test_places_in_pictures_of_any_size_are_refused(tmp_path):
     shapes = ({2: torch.export.Dim.DYNAMIC}, None)
     with pytest.raises(ConversionError, match="max_pool2d_with_indices"):
         export_coreai(ready.eval(), example, tmp_path / "model.aimodel", dynamic_shapes=shapes)
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    """The runtime's have 32 bits, and others would be wrapped."""
+    model = Functions(nn.Identity(), [lambda x: x - 1]).eval()
+    path = export_coreai(model, (torch.tensor([1, 2]),), tmp_path / "model.aimodel")
+    for number in (2**31 - 1, 1 - 2**31):
+        assert run_coreai(path, (torch.tensor([number, 3]),))[0].tolist() == [number - 1, 2]
+    for number in (2**31, -(2**31) - 1, 2**40):
+        with pytest.raises(ConversionError, match=rf"have 32 bits, and '.*' holds numbers from .*{number}"):
+            run_coreai(path, (torch.tensor([number]).expand(2),))

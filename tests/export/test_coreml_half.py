@@ -63,6 +63,8 @@ def test_models_in_half_precision_are_written(preset, mode, tmp_path):
     kinds = [value.type.multiArrayType.dataType for value in spec.description.input]
     assert kinds == [coremltools.proto.FeatureTypes_pb2.ArrayFeatureType.FLOAT16]
     assert len(spec.description.output) == 2
+    assert all(tensor.dtype == torch.float16 for tensor in ready.parameters()), "the model itself stays as it was"
+    assert ready(x)["scores"].dtype == torch.float16
 
 
 def test_palettes_of_models_in_half_precision(tmp_path):

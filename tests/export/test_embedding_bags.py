@@ -61,6 +61,27 @@ def test_embedding_bags(target, how, form, padding_idx, last, tmp_path):
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+class LastLeftOut(nn.Module):
+    """Counts the index that does not count from the end, as ``torch.embedding_bag`` lets one do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, indices, offsets):
+        return torch.embedding_bag(self.weight, indices, offsets, False, 1, False, None, False, -1)[0]
+
+
+@pytest.mark.parametrize("target", ["coreai", "executorch"])
+def test_indices_that_count_from_the_end_are_left_out(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    torch.manual_seed(0)
+    model, inputs = LastLeftOut().eval(), (torch.tensor([3, 11, 11, 2]), torch.tensor([0, 2]))
+    path = TARGETS[target].write(model, inputs, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
+    torch.testing.assert_close(TARGETS[target].run(path, inputs)[0], model.weight[[3, 2]].detach())
+
+
 @pytest.mark.parametrize("target", ["onnx", "coreai"])
 def test_bags_of_several_numbers(target, tmp_path):
     """With dynamic shapes as many bags and indices as one likes."""

@@ -11,7 +11,7 @@ from torch import nn
 pytest.importorskip("executorch.exir")
 
 from bitwright.export.conversion import ConversionError
-from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.export.executorch import export_executorch, run_executorch, runtime
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerTokenGranularity
 from tests.measures import sqnr
@@ -431,3 +431,42 @@ def test_fp8_activations_are_refused_by_name(tmp_path):
     _, ready = prepared(model, x, W8, QuantizationSpec(dtype="float8_e4m3fn"))
     with pytest.raises(ValueError, match=r"up\.linear_quantize_input.*no FP8"):
         export_executorch(ready, (x,), tmp_path / "m.pte")
+
+
+class Masked(nn.Module):
+    """Masks some scores, and has some that are no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.masked_fill(x > 0, -torch.inf), torch.where(x < -1, torch.nan, y), y.masked_fill(x < 9, torch.inf)
+
+
+def test_infinities_and_nan_are_outputs_like_others(tmp_path, caplog):
+    """None of them is noise where the model has it too, and all of the other numbers are still compared."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    model = Masked().eval()
+    path = export_executorch(model, (x,), tmp_path / "m.pte")
+    assert "did not work" not in caplog.text
+    for expected, found in zip(model(x), run_executorch(path, (x,)), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan, 0.0, 1.0])
+def test_infinities_of_a_file_that_the_model_does_not_have_are_refused(wrong, tmp_path, monkeypatch):
+    """So are other numbers in the place of infinities, and infinities of the other sign."""
+    right = torch.tensor([[-torch.inf, 0.5, torch.nan, -2.0]])
+    for place in range(4):
+        outputs = right.clone()
+        outputs[0, place] = wrong
+        if torch.equal(outputs.nan_to_num(9), right.nan_to_num(9)):
+            continue
+        monkeypatch.setattr(runtime, "run_executorch", lambda path, inputs, found=outputs: [found])
+        with pytest.raises(ConversionError, match="computes something else"):
+            export_executorch(nn.Identity(), (right,), tmp_path / "m.pte")
+    monkeypatch.setattr(runtime, "run_executorch", lambda path, inputs: [right])
+    export_executorch(nn.Identity(), (right,), tmp_path / "m.pte")

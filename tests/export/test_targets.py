@@ -98,6 +98,9 @@ def test_saved_programs_hold_weights_and_graph_alone(tmp_path):
     path = export_torch(ready, (x,), tmp_path / "m.pt2", dynamic_shapes=({0: torch.export.Dim("n")},))
     assert path.stat().st_size < x.nbytes
     assert torch.equal(run_torch(path, (x[:7],))[0], ready(x[:7]))
+    for inputs in ((), (x, x)):
+        with pytest.raises(ValueError, match=rf"takes 1 tensors \(\w+\), got {len(inputs)}"):
+            run_torch(path, inputs)
 
 
 def test_weights_that_a_mask_does_not_make_smaller_are_copied():

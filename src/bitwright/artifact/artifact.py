@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .from_graph import graph_tensors
 from .graph_sites import GraphSimulators, inner_graph_words
 from .layouts import TensorLayout
 from .manifest import Manifest, StoredActivation, StoredTensor, library_versions, read_manifest, write_manifest
+from .overlaps import overlapping_tensors
 from .sites import WeightSite, activation_simulators, dense_state, further_names, own_state, weight_sites
 from .storage import DEFAULT_SHARD_BYTES, StoredFiles, StoredTensors, TensorWriter, file_sizes, read_activations
 from .tensors import CompressedTensor, DenseTensor
@@ -39,6 +40,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
     Attributes:
         activations: activation quantizers by module path.
         aliases: further names of tensors (tied weights), to the name that they are stored under.
+        folded_norms: paths of the float model's batch norms that are part of the weights; None if that is not known.
         config: the compressor's configuration as JSON-compatible data, or None.
         plan: the plan as JSON-compatible data, or None.
         versions: versions of the libraries that wrote the artifact.
@@ -55,6 +57,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         *,
         aliases: Mapping[str, str] | None = None,
         activations: Mapping[str, QuantizedActivation] | None = None,
+        folded_norms: Iterable[str] | None = None,
         config: Any = None,
         plan: Any = None,
         versions: Mapping[str, str] | None = None,
@@ -62,6 +65,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         self._tensors = tensors
         self.aliases = dict(aliases or {})
         self.activations = dict(activations or {})
+        self.folded_norms = None if folded_norms is None else tuple(folded_norms)
         self.config = config
         self.plan = plan
         self.versions = dict(versions or library_versions())
@@ -93,8 +97,11 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         if inside:
             raise ArtifactError(f"{inside} Make the artifact of the graph itself, or prepare the whole model.")
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
-            packed, names, ranges = graph_tensors(model)
-            return cls(packed, aliases=names, activations=ranges, config=_as_json(config), plan=_as_json(plan))
+            packed, names, ranges, norms = graph_tensors(model)
+            return cls(
+                packed, aliases=names, activations=ranges, folded_norms=norms, config=_as_json(config),
+                plan=_as_json(plan),
+            )  # fmt: skip
         sites = weight_sites(model)
         sources = {site.name: site for site in sites}
         aliases = further_names(model, sites)
@@ -112,7 +119,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         tensors: Mapping[str, CompressedTensor[Any]] = _ModelTensors(sources)
         if not lazy:
             tensors = dict(tensors)
-        return cls(tensors, aliases=aliases, activations=activations, config=_as_json(config), plan=_as_json(plan))
+        return cls(
+            tensors, aliases=aliases, activations=activations, folded_norms=(), config=_as_json(config),
+            plan=_as_json(plan),
+        )  # fmt: skip
 
     @classmethod
     def load(cls, directory: str | Path) -> Artifact:
@@ -131,6 +141,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             StoredTensors(files, manifest),
             aliases=manifest.aliases,
             activations=read_activations(files, manifest),
+            folded_norms=manifest.folded_norms,
             config=manifest.config,
             plan=manifest.plan,
             versions=manifest.versions,
@@ -167,7 +178,8 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             folder,
             Manifest(
                 versions=self.versions, files=writer.files, tensors=tensors, aliases=self.aliases,
-                activations=activations, config=self.config, plan=self.plan,
+                activations=activations, folded_norms=None if self.folded_norms is None else list(self.folded_norms),
+                config=self.config, plan=self.plan,
             ),
         )  # fmt: skip
 
@@ -229,8 +241,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Raises:
             ArtifactError: a tensor of the model is missing in the artifact or the other way round, a shape differs, a
                 dtype holds other kinds of numbers (real for complex ones, integers for fractions), elements of a
-                tensor share memory, or a stored tensor cannot be read. The model is unchanged then.
+                tensor share memory, tensors share memory that have different numbers, or a stored tensor cannot be
+                read. The model is unchanged then.
         """
+        self._check_memory(model)
         self._fitting_state(model)
         fill = _Filler(self)
         for name, owner, attribute in list(_owners_in(model)):
@@ -265,9 +279,11 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             done.add((id(owner), attribute))
             if stored in packed:
                 key = stored, target.dtype
-                modules[key] = pack_tensor(owner, attribute, self[stored], modules.get(key), target.dtype)
+                modules[key] = pack_tensor(owner, attribute, self._to_give(stored), modules.get(key), target.dtype)
             else:
                 fill(owner, attribute, name)
+        if isinstance(self._tensors, StoredTensors):
+            self._tensors.give_away()
         list_own_states(model.modules(), [module for module in model.modules() if asks_for_states(module)])
         return model.eval()
 
@@ -289,6 +305,33 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             else:
                 yield name, self._tensors[name].layout
 
+    def _check_memory(self, model: nn.Module) -> None:
+        """Refuse tensors of the model, of the artifact's shapes, of which one would overwrite the other."""
+        _check_initialized(model)
+        layouts, packed = dict(self._layouts()), set(self.compressed)
+        wrong = []
+        for first, second, same in overlapping_tensors(_state_of(model)):
+            names = [self.aliases.get(name, name) for name in (first, second)]
+            if names[0] == names[1] or not layouts.keys() >= set(names):
+                continue
+            if same:
+                left, right = map(self.decode, names)
+                differ = not torch.equal(left, right.to(left.dtype))
+            else:
+                differ = bool(packed & set(names))
+            if differ:
+                wrong.append(f"{second} with {first}")
+        if wrong:
+            raise ArtifactError(
+                "Tensors share memory in the model, but have different numbers in the artifact, so that one would "
+                f"overwrite the other: {', '.join(wrong[:10])}. Replace each by its clone()."
+            )
+
+    def _to_give(self, name: str) -> CompressedTensor[Any]:
+        """A tensor for a model, which may be written to: with parts of its own, or mapped to the file."""
+        tensor = self[name]
+        return tensor if isinstance(self._tensors, StoredTensors) else tensor.copied()
+
     def _fitting_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's state once it is that of the artifact; batch norms that were folded are taken out.
 
@@ -296,10 +339,11 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """
         _check_initialized(model)
         layouts = dict(self._layouts())
-        folded = FoldedNorms.of(model, {name: tuple(layout.shape) for name, layout in layouts.items()})
         layouts |= {alias: layouts[name] for alias, name in self.aliases.items()}
+        shapes = {name: tuple(layout.shape) for name, layout in layouts.items()}
+        folded = FoldedNorms.of(model, shapes, self.folded_norms)
         targets = folded.states(_state_of(model))
-        _check_names(layouts, targets)
+        _check_names(layouts, targets, folded.unplaced)
         _check_numbers(layouts, targets)
         if isinstance(self._tensors, StoredTensors):  # the layouts of others are those of tensors that exist
             for name in self._tensors:
@@ -337,13 +381,20 @@ def _check_initialized(model: nn.Module) -> None:
         )
 
 
-def _check_names(layouts: Mapping[str, TensorLayout], targets: Mapping[str, torch.Tensor]) -> None:
+def _check_names(layouts: Mapping[str, TensorLayout], targets: Mapping[str, torch.Tensor], unplaced: list[str]) -> None:
     missing, extra = sorted(targets.keys() - layouts.keys()), sorted(layouts.keys() - targets.keys())
     differing = [
         f"{name} {tuple(targets[name].shape)} instead of {tuple(layout.shape)}"
         for name, layout in layouts.items()
         if name in targets and tuple(targets[name].shape) != tuple(layout.shape)
     ]
+    if extra and not missing and not differing and set(extra) <= set(unplaced):
+        raise ArtifactError(
+            "Batch norms were folded into layers of which the model has no parameters to take the result: "
+            f"{extra[:10]}. That is so where a forward calls a convolution or linear function without bias, or with a "
+            "weight or bias that it uses elsewhere too. Make such a layer an nn.Conv2d, nn.Linear or the like of its "
+            "own, quantize in eager mode, which folds nothing, or finalize() and export the prepared graph."
+        )
     if missing or extra or differing:
         raise ArtifactError(
             "The artifact belongs to another model. "

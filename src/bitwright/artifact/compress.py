@@ -15,6 +15,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .encode import dense_tensor, quantized_tensor
 from .errors import ArtifactError
+from .sites import refuse_meta
 from .tensors import CompressedTensor
 
 __all__ = ["Encoder", "compress_tensor", "register_encoder", "simulate"]
@@ -58,9 +59,10 @@ def compress_tensor(tensor: torch.Tensor, simulators: Sequence[nn.Module], name:
         name: the tensor's name, for messages.
 
     Raises:
-        ArtifactError: the tensor holds NaN or infinity, a simulator has no parameters yet, or it is of a class that
-            computes something which no stored form decodes to.
+        ArtifactError: the tensor holds NaN or infinity or is on the meta device, a simulator has no parameters yet, or
+            it is of a class that computes something which no stored form decodes to.
     """
+    refuse_meta(name, tensor)
     tensor = tensor.detach()
     active = [simulator for simulator in simulators if not _is_out_of_use(simulator)]
     if active and not bool(torch.isfinite(tensor).all()):

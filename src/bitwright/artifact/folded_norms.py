@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .errors import ArtifactError
+
 __all__ = ["FoldedNorms"]
+
+# How `_graph/finalize.py` names what it folds: as the layer does, or with a number where that name is taken.
+_FOLDED = re.compile(r"bias|.+_folded_\d+")
 
 
 @dataclass
@@ -19,25 +25,54 @@ class FoldedNorms:
     Attributes:
         norms: paths of batch norms none of whose tensors is in the artifact: they are part of the weights there.
         biases: biases, by dotted name, that layers without one have in the artifact, with their shapes.
+        unplaced: folded tensors, by dotted name, for which the model has no place.
     """
 
     norms: list[str] = field(default_factory=list)
     biases: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unplaced: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> FoldedNorms:
-        """Find them by the names and shapes of the artifact's tensors."""
-        modules = dict(model.named_modules())
-        found = cls()
+    def of(
+        cls, model: nn.Module, stored: Mapping[str, tuple[int, ...]], folded: Collection[str] | None = None
+    ) -> FoldedNorms:
+        """Find them by the names and shapes of the artifact's tensors.
+
+        Args:
+            model: the float model.
+            stored: shapes of the artifact's tensors by name.
+            folded: paths of the batch norms that were folded; None where that was not recorded: any may have been.
+
+        Raises:
+            ArtifactError: a batch norm was folded where it follows one layer, and is needed elsewhere.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        recorded = None if folded is None else {id(modules[path]) for path in folded if path in modules}
+        found, both = cls(), []
         for path, module in modules.items():
             names = [f"{path}.{name}" for name in module.state_dict()]
-            if path and isinstance(module, _BatchNorm) and names and not any(name in stored for name in names):
+            if not (path and isinstance(module, _BatchNorm) and names):
+                continue
+            absent = not any(name in stored for name in names)
+            if absent and (recorded is None or id(module) in recorded):
                 found.norms.append(path)
+            elif not absent and folded is not None and path in folded:
+                both.append(path)
+        if both:
+            raise ArtifactError(
+                f"The batch norms {both[:10]} are part of the weights of the layers before them and stand elsewhere "
+                "too, which a float model cannot hold: it would apply them twice. Give each place a batch norm of its "
+                "own before preparing."
+            )
         for name, shape in stored.items():
             path, _, attribute = name.rpartition(".")
             owner = modules.get(path)
-            if found.norms and attribute == "bias" and owner is not None and _takes_bias(owner):
+            if not found.norms or owner is None:
+                continue
+            if attribute == "bias" and _takes_bias(owner):
                 found.biases[name] = shape
+            elif _FOLDED.fullmatch(attribute) and not hasattr(owner, attribute):
+                found.unplaced.append(name)
         return found
 
     def states(self, targets: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

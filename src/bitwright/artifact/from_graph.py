@@ -14,7 +14,7 @@ from .tensors import CompressedTensor, DenseTensor
 
 __all__ = ["folded", "graph_tensors"]
 
-GraphTensors = tuple[dict[str, CompressedTensor[Any]], dict[str, str], dict[str, QuantizedActivation]]
+GraphTensors = tuple[dict[str, CompressedTensor[Any]], dict[str, str], dict[str, QuantizedActivation], list[str]]
 
 
 def folded(model: nn.Module) -> nn.Module:
@@ -28,7 +28,7 @@ def folded(model: nn.Module) -> nn.Module:
 
 
 def graph_tensors(model: fx.GraphModule) -> GraphTensors:
-    """Return tensors, aliases and activations of a prepared graph, as an artifact takes them.
+    """Return tensors, aliases, activations and folded batch norms of a prepared graph, as an artifact takes them.
 
     Names are those of the float model, and batch norms that were folded are part of the weights.
 
@@ -36,7 +36,7 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
             not calibrated.
     """
-    graph = folded(model)
+    graph, norms = folded(model), _folded_norms(model)
     assert isinstance(graph, fx.GraphModule)
     found = GraphSimulators.of(graph)
     # A technique that came after the capture stands on the parameter itself.
@@ -62,15 +62,22 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
             continue
         if id(tensor) in first:  # of tied weights the graph reads one name
             aliases[name] = first[id(tensor)]
-        elif read or not _is_folded(graph, name):
+        elif read or name.rpartition(".")[0] not in norms:
             first[id(tensor)] = name
             tensors[name] = DenseTensor.from_tensor(tensor.detach().clone()).to("cpu")
     activations = {
         node.name: QuantizedActivation.from_simulator(simulator, node.name) for node, simulator in found.activations
     }
-    return tensors, aliases, activations
+    return tensors, aliases, activations, norms
 
 
-def _is_folded(graph: fx.GraphModule, name: str) -> bool:
-    """Whether a tensor that nothing reads is what folding left of a batch norm."""
-    return "running_mean" in graph.get_submodule(name.rpartition(".")[0])._buffers
+def _folded_norms(model: fx.GraphModule) -> list[str]:
+    """Paths of the batch norms that stand as folds in a prepared graph, each path of one that has several."""
+    from bitwright.quantization._graph.batch_norm import OutputFold
+
+    nodes = model.graph.find_nodes(op="call_module")
+    folds = [node for node in nodes if isinstance(model.get_submodule(str(node.target)), OutputFold)]
+    means: list[Any] = [node.args[3] for node in folds]
+    ids = {id(state_of(model, str(mean.target))) for mean in means}
+    buffers = [(*name.rpartition("."), id(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)]
+    return [path for path, _, attribute, of in buffers if attribute == "running_mean" and of in ids]

@@ -230,13 +230,15 @@ def _is_dual(x: torch.Tensor) -> bool:
 def _embedding(ids: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The rows that are looked up, None where the operation does more than that."""
     given: Mapping[str, Any] = dict(zip(_EMBEDDING, args, strict=False)) | kwargs
-    if type(weight) is not LazyWeight or type(ids) is not torch.Tensor or not ids.is_cpu or not ids.numel():
+    if type(weight) is not LazyWeight or type(ids) is not torch.Tensor or not ids.is_cpu or ids.is_nested:
         return None
-    numbers = ids.reshape(-1).long()
+    if ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+        return None
     if any(given.get(name) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
         return None
+    count, padding, numbers = weight.matrix.shape[0], given.get("padding_idx"), ids.reshape(-1).long()
     low, high = torch.aminmax(numbers)
-    if int(low) < 0 or int(high) >= weight.matrix.shape[0]:
+    if int(low) < 0 or int(high) >= count or not (padding is None or -count <= padding < count):
         return None  # torch has the error message
     return weight.matrix.rows(numbers).decode(weight.dtype).view(*ids.shape, *weight.matrix.shape[1:])
 

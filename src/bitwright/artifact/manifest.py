@@ -81,6 +81,7 @@ class Manifest(_Schema):
         tensors: compressed tensors by name.
         aliases: further names of tensors, to the name that they are stored under.
         activations: activation quantizers by module path.
+        folded_norms: paths of the batch norms that are part of the weights; None where that was not recorded.
         config: the compressor's configuration as JSON, or None.
         plan: the plan as JSON, or None.
         digest: SHA-256 of the manifest's bytes, taken with 64 zeros in this place.
@@ -93,6 +94,7 @@ class Manifest(_Schema):
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str] = Field(default_factory=dict)
     activations: dict[str, StoredActivation] = Field(default_factory=dict)
+    folded_norms: list[str] | None = None
     config: Any = None
     plan: Any = None
     digest: _Digest = _NO_DIGEST

@@ -42,6 +42,9 @@ class PackedTensor(PackedWeight):
         self.layout = tensor.layout
         self.output_dtype = tensor.dtype if dtype is None else dtype
         for name, part in tensor.parts.items():
+            if part.is_inference():
+                with torch.inference_mode(False):  # inference tensors do not tell whether they were written to
+                    part = part.clone()
             self.register_buffer(name.replace(".", "_"), part)
 
     @property
@@ -60,12 +63,15 @@ class PackedTensor(PackedWeight):
 
     def _matrix_of_buffers(self) -> PackedMatrix | None:
         """The buffers as a matrix of codes, made once and kept until they change."""
-        state = [(buffer, buffer._version) for buffer in self._buffers.values() if buffer is not None]
+        state = [(buffer, _version(buffer)) for buffer in self._buffers.values() if buffer is not None]
         kept = self.__dict__.get("_kept")
         if (
             kept is None
             or len(kept[0]) != len(state)
-            or any(old is not new or before != now for (old, before), (new, now) in zip(kept[0], state, strict=True))
+            or any(
+                old is not new or now is None or before != now
+                for (old, before), (new, now) in zip(kept[0], state, strict=True)
+            )
         ):
             tensor = self.tensor
             kept = self.__dict__["_kept"] = (state, tensor.matrix() if isinstance(tensor, QuantizedTensor) else None)
@@ -97,6 +103,11 @@ def _held(module: PackedTensor, tensor: torch.Tensor, mask: torch.Tensor | None)
 
 
 register_encoder(PackedTensor, _held)
+
+
+def _version(buffer: torch.Tensor) -> int | None:
+    """How often a buffer was written to; None if that is not counted."""
+    return None if buffer.is_inference() else buffer._version
 
 
 def _traced() -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "dense_state",
     "further_names",
     "own_state",
+    "refuse_meta",
     "simulators_in",
     "weight_sites",
 ]
@@ -150,9 +151,14 @@ def own_state(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]
             yield prefix + name, buffer
 
 
-def _check_storable(name: str, tensor: torch.Tensor) -> None:
+def refuse_meta(name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`ArtifactError` for a tensor on the meta device."""
     if tensor.is_meta:
         raise ArtifactError(f"{name!r} is on the meta device and has no numbers; load the model's state first.")
+
+
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    refuse_meta(name, tensor)
     if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
         raise ArtifactError(
             f"{name!r} is a {type(tensor).__name__}, which stands for a matrix that it does not hold as numbers, and "

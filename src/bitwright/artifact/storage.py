@@ -190,9 +190,17 @@ class StoredFiles:
         """
         file = self.opened(number)
         try:
-            return {part: file.get_tensor(f"{name}/{part}") for part in layout.parts()}
+            with torch.inference_mode(False):  # models that outlive the mode may keep them
+                return {part: file.get_tensor(f"{name}/{part}") for part in layout.parts()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise ArtifactError(f"{self.path(number)}: the parts of {name!r} cannot be read: {error}") from error
+
+    def give_away(self) -> None:
+        """Leave the files that are open to who holds parts of them; what is read from now on is mapped anew.
+
+        A mapping is private to the process, and what is written to a part is in every other part of the same mapping.
+        """
+        self._open.clear()
 
     def _checked_state(self, number: int) -> tuple[int, ...]:
         """What tells the file from others and from later versions of itself, taken before it was hashed."""
@@ -232,6 +240,10 @@ class StoredTensors(Mapping[str, CompressedTensor[Any]]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def give_away(self) -> None:
+        """See :meth:`StoredFiles.give_away`."""
+        self._files.give_away()
 
     def layout(self, name: str) -> TensorLayout:
         """Return the layout of a tensor without reading it."""

@@ -124,6 +124,8 @@ def palettize_weights(
         palette = _given(weight, values, n_bits, groups, cluster_dim) or palettize(
             values, weight.out_axis, n_bits, groups, cluster_dim, enable_fast_kmeans_mode, stack
         )
+        if lut_dtype is not None and scale is not None and palette.spread(palette.lut[:, 0, 0]).shape == scale.shape:
+            palette, scale = _scaled_tables(palette, scale), None
         lut = None if lut_dtype is None else _quantize_tables(palette, lut_dtype, weight.element_type)
         return lambda builder: _emit(builder, palette, lut, scale, weight.element_type)
 
@@ -224,6 +226,13 @@ def _channel_scale(weight: Weight) -> torch.Tensor:
     others = [axis for axis in range(weight.values.dim()) if axis not in (*weight.batch_axes, weight.out_axis)]
     scale = weight.values.abs().amax(others, keepdim=True) if others else weight.values.abs()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _scaled_tables(palette: Palette, scale: torch.Tensor) -> Palette:
+    """Multiply tables of one channel each by its scale, so that their codes are chosen with the product as rounded."""
+    leading = (*palette.batch_axes, palette.axis)
+    per_table = scale.movedim(leading, tuple(range(len(leading)))).reshape(-1, 1, 1)
+    return dataclasses.replace(palette, lut=palette.lut * per_table)
 
 
 def _quantize_tables(palette: Palette, dtype: DType, element_type: str) -> Quantized:

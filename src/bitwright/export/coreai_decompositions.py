@@ -217,8 +217,19 @@ def _numbers_in_steps(
     return (numbers.to(torch.float32) * step + start).to(dtype)
 
 
-def _remainder_of_number(x: Tensor, divisor: float) -> Tensor:
-    return torch.remainder(x, torch.full([], divisor, dtype=x.dtype, device=x.device))
+def _with_tensor(op: Any) -> Callable[[Tensor, Any], Any]:
+    """An operator with a number, as one with a tensor of it, both in the dtype that PyTorch computes in."""
+
+    def with_tensor(x: Tensor, number: Any) -> Any:
+        dtype = torch.result_type(x, number)
+        return op(x.to(dtype), torch.full([], number, dtype=dtype, device=x.device))
+
+    return with_tensor
+
+
+def _complement(x: Tensor) -> Any:
+    """``~x`` of bytes, which the runtime takes for masks."""
+    return _with_tensor(_aten.bitwise_xor.Tensor)(x, 255) if x.dtype == torch.uint8 else NotImplemented
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
@@ -429,11 +440,6 @@ def _average_of_overlapping_windows(x: Tensor, output_size: Sequence[int]) -> An
     return LACKING[_aten._adaptive_avg_pool3d.default](x, output_size) if fewer else NotImplemented
 
 
-def _bits(op: Any) -> Callable[[Tensor, int], Any]:
-    """An operator on bits with a number, as one with a tensor of it."""
-    return lambda x, number: op(x, torch.full([], number, dtype=x.dtype, device=x.device))
-
-
 def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
     """All of the largest or smallest values; equal ones keep their order there."""
     if x.dim() == 0:
@@ -551,6 +557,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.arange.start_step: _numbers_in_steps,
     _aten.avg_pool2d.default: _average_pool(_aten.avg_pool2d.default, 2),
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
+    _aten.bitwise_not.default: _complement,
     _aten.cat.default: _concatenated,
     _aten.div.Tensor: _integers_with_number(_aten.div.Tensor),
     _aten.expand.default: _expand,
@@ -576,13 +583,13 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: transposed_in_pictures,
     _aten._adaptive_avg_pool3d.default: _average_of_windows,
     _aten._trilinear.default: _products_of_three,
-    _aten.bitwise_and.Scalar: _bits(_aten.bitwise_and.Tensor),
-    _aten.bitwise_or.Scalar: _bits(_aten.bitwise_or.Tensor),
-    _aten.bitwise_xor.Scalar: _bits(_aten.bitwise_xor.Tensor),
+    _aten.bitwise_and.Scalar: _with_tensor(_aten.bitwise_and.Tensor),
+    _aten.bitwise_or.Scalar: _with_tensor(_aten.bitwise_or.Tensor),
+    _aten.bitwise_xor.Scalar: _with_tensor(_aten.bitwise_xor.Tensor),
     _aten.diagonal.default: _diagonal,
     _aten.erfc.default: lambda x: 1 - torch.erf(x),
     _aten.logaddexp.default: log_of_sum,
-    _aten.remainder.Scalar: _remainder_of_number,
+    _aten.remainder.Scalar: _with_tensor(_aten.remainder.Tensor),
     _aten.rsub.Scalar: _number_less_integers,
     _aten.embedding_bag.padding_idx: LACKING_BASICS[_aten.embedding_bag.padding_idx],
     _aten.scatter_reduce.two: LACKING_BASICS[_aten.scatter_reduce.two],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ def weight_buffers(tensor: CompressedTensor[Any], base: str, files: MappedFiles 
         floats = require("coreai_torch._compression._floatx", "coreai", "Export to Core AI")
         buffers[f"{base}_quantized"] = floats.Float4Tensor(buffers[f"{base}_quantized"])
     produced = operands.get("output_dtype") or operands["scale"].dtype
+    parameters = [f"{base}_{role}" for role in ("scale", "minval") if f"{base}_{role}" in buffers]
+    wide = [name for name in parameters if buffers[name].dtype == torch.float32]
     return {
-        "buffers": buffers,
+        "buffers": buffers | {name: narrowed(buffers[name], tensor.dtype) for name in wide},
+        "wide": wide,
         "base": base,
         "input_dtype": operands.get("input_dtype"),
         "output_dtype": operands.get("output_dtype"),
-        "stored_as": tensor.dtype,
         "round_to": None if produced == tensor.dtype else tensor.dtype,
     }
 
@@ -76,13 +79,9 @@ def emit_weight(module: fx.GraphModule, node: fx.Node, operands: dict[str, Any])
     read: dict[str, fx.Node] = {}
     with graph.inserting_before(node):
         for name, tensor in operands["buffers"].items():
-            role = name.removeprefix(f"{base}_")
-            wide = tensor.dtype == torch.float32 and role in ("scale", "minval")
-            read[role] = (
-                _read_parameter(module, name, tensor, operands["stored_as"])
-                if wide
-                else _read_buffer(module, name, tensor)
-            )
+            stored = _read_buffer(module, name, tensor)
+            narrow = name in operands["wide"] and tensor.dtype != torch.float32
+            read[name.removeprefix(f"{base}_")] = _cast(graph, stored, torch.float32) if narrow else stored
         arguments = (
             read["quantized"], read["scale"], read.get("zero_point"), read.get("minval"), operands["input_dtype"],
         )  # fmt: skip
@@ -180,9 +179,12 @@ def _rank(node: fx.Node) -> int:
 
 
 def _read_buffer(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.Node:
-    if name not in module._buffers:
-        module.register_buffer(name, tensor)
-    node = module.graph.get_attr(name)
+    """Read a tensor from the buffer that holds it; a new one gets a number behind its name where the model has that."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    names = itertools.chain([name], numbered)
+    free = next(one for one in names if module._buffers.get(one) is tensor or not hasattr(module, one))
+    module.register_buffer(free, tensor)
+    node = module.graph.get_attr(free)
     node.meta["val"] = tensor
     return node
 

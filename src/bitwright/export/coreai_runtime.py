@@ -13,7 +13,7 @@ import torch.utils.dlpack
 
 from bitwright.errors import BitwrightError
 
-from .conversion import converting
+from .conversion import ConversionError, converting
 from .extras import require
 
 __all__ = ["WrongStateError", "run_coreai"]
@@ -42,7 +42,8 @@ def run_coreai(
     Raises:
         MissingExtraError: the coreai extra is not installed.
         WrongStateError: the model has no state of a name, or one of another shape (a ``ValueError``).
-        ConversionError: the runtime refuses the model, as it does with some operators on bfloat16.
+        ConversionError: the runtime refuses the model, as it does with some operators on bfloat16; or an integer that
+            was given does not fit in 32 bits.
     """
     require("coreai.runtime", "coreai", "Running Core AI models")
     # In a thread of its own, so that it works inside a running event loop too, as in a notebook.
@@ -64,8 +65,9 @@ async def _run(
         described = function.desc
         begun = _begun({name: described.state_descriptor(name) for name in described.state_names}, states)
         kept = {name: array(value) for name, value in begun.items()}
+        given = zip(described.input_names, inputs, strict=True)
         outputs = await function(
-            inputs={name: array(_narrow(value)) for name, value in zip(described.input_names, inputs, strict=True)},
+            inputs={name: array(_narrow(name, value)) for name, value in given},
             state=kept,
         )
         # What the runtime returns is in no order.
@@ -80,14 +82,19 @@ def _begun(described: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> d
     if wrong:
         raise WrongStateError(f"The model has states of the names and shapes {shapes}; it was given {wrong}.")
     zeros = {name: torch.zeros(shapes[name], dtype=getattr(torch, one.dtype)) for name, one in described.items()}
-    return {name: _narrow(given.get(name, value)) for name, value in zeros.items()}
+    return {name: _narrow(name, given.get(name, value)) for name, value in zeros.items()}
 
 
 def _tensor_of(array: Any) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(array._tensor.to_dlpack()).clone()
 
 
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of a type that Core AI has: its numbers go up to 32 bits."""
     tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.int64 and not torch.equal(tensor.int().long(), tensor):
+        raise ConversionError(
+            f"Core AI's integers have 32 bits, and {name!r} holds numbers from {int(tensor.min())} to "
+            f"{int(tensor.max())}. Give it such that fit, or let the model compute with smaller ones."
+        )
     return tensor.to({torch.int64: torch.int32, torch.float64: torch.float32}.get(tensor.dtype, tensor.dtype))

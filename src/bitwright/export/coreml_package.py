@@ -240,7 +240,20 @@ def _in_float32(model: nn.Module) -> nn.Module:
             module.dtype = torch.float32
         if isinstance(module, fx.GraphModule):
             _replace_float16(module)
+    _unshare_parameters(model)
     return model.float()
+
+
+def _unshare_parameters(model: nn.Module) -> None:
+    """Give a model parameters of its own, tied ones again as one: those of a graph are the user's, and casts change
+    parameters themselves."""
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in own:
+                    own[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                module._parameters[name] = own[parameter]
 
 
 def _wide(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ __all__ = [
     "LACKING",
     "composed",
     "equal_windows",
+    "float_result_type",
     "is_negative",
     "log_of_sum",
     "places_in_order",
@@ -104,7 +105,8 @@ def log_of_sum(x: Tensor, other: Tensor) -> Tensor:
 
 
 def _with_sign_of_number(x: Tensor, other: float) -> Tensor:
-    return x.abs() if math.copysign(1, other) > 0 else -x.abs()
+    magnitude = _float_magnitude(x, other)
+    return magnitude if math.copysign(1, other) > 0 else -magnitude
 
 
 def is_negative(x: Tensor) -> Tensor:
@@ -113,7 +115,18 @@ def is_negative(x: Tensor) -> Tensor:
 
 
 def _with_sign_of(x: Tensor, other: Tensor) -> Tensor:
-    return torch.where(is_negative(other), -x.abs(), x.abs())
+    magnitude = _float_magnitude(x, other)
+    return torch.where(is_negative(other), -magnitude, magnitude)
+
+
+def _float_magnitude(x: Tensor, other: Any) -> Tensor:
+    return x.to(float_result_type(x, other)).abs()
+
+
+def float_result_type(x: Tensor, other: Any) -> torch.dtype:
+    """Return the dtype of what an operator on floats makes of two operands: of integers, floats."""
+    dtype = torch.result_type(x, other)
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _largest_number(x: Tensor, other: Tensor) -> Tensor:
@@ -215,7 +228,9 @@ def places_in_order(
     sorter: Tensor | None = None,
 ) -> Tensor:
     """``torch.searchsorted``: how many values lie below each one."""
-    x = x if isinstance(x, Tensor) else torch.full([], x, dtype=ordered.dtype, device=ordered.device)
+    if not isinstance(x, Tensor):
+        ordered = ordered.to(torch.result_type(ordered, x))
+        x = torch.full([], x, dtype=ordered.dtype, device=ordered.device)
     if sorter is not None:
         ordered = ordered.gather(-1, sorter)
     boundaries = ordered if ordered.dim() == 1 else ordered.unsqueeze(-2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lacking import composed, is_negative, log_of_sum, places_in_order, scanned
+from .lacking import composed, float_result_type, is_negative, log_of_sum, places_in_order, scanned
 from .scattering import reduced_at_places
 
 __all__ = ["LACKING_BASICS"]
@@ -54,15 +54,24 @@ def _of_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product_with_vector(x: Tensor, matrix: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return beta * x + alpha * (matrix @ vector)
+    return _added_to(x, matrix @ vector, beta, alpha)
 
 
 def _sum_of_products(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return beta * x + alpha * torch.bmm(left, right).sum(0)
+    return _added_to(x, torch.bmm(left, right).sum(0), beta, alpha)
+
+
+def _added_to(x: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """``beta * x + alpha * product``; with a ``beta`` of zero, ``x`` counts for nothing, NaN or not."""
+    return beta * x + alpha * product if beta else alpha * product
 
 
 def _power_of_two(x: Tensor) -> Tensor:
     return torch.pow(2.0, x if x.dtype.is_floating_point else x.float())
+
+
+def _times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
+    return (x * _power_of_two(exponent)).to(float_result_type(x, exponent))
 
 
 def _log_of_sum_of_powers_of_two(x: Tensor, other: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def _embedding_bag(
     # The bag of a position: how many bags begin at it or before it. An empty one at the end begins behind all of them.
     begins = offsets.new_zeros(count + 1).scatter_add(0, offsets, torch.ones_like(offsets))
     bag = begins.cumsum(0)[:count] - 1
-    counted = indices != (-1 if padding_idx is None else padding_idx)
+    counted = indices != (-1 if padding_idx is None else padding_idx % weight.shape[0])
     sizes = rows.new_zeros(bags).scatter_add(0, bag, counted.to(rows.dtype)).unsqueeze(1)
     if mode == _LARGEST:
         belongs = (bag == torch.arange(bags, device=bag.device).unsqueeze(1)) & counted
@@ -128,12 +137,30 @@ def _embedding_bag(
 
 
 def _shifted_left(x: Tensor, bits: int) -> Tensor:
+    """``x << bits``; few bits are cut off by a remainder, because a product that is too large may saturate."""
+    info = torch.iinfo(x.dtype)
+    if not 0 <= bits < info.bits:
+        return torch.zeros_like(x)
+    if info.bits < 32:
+        return (torch.remainder(x.int() * 2**bits - info.min, 2**info.bits) + info.min).to(x.dtype)
     shifted: Tensor = x * 2**bits
     return shifted
 
 
 def _shifted_right(x: Tensor, bits: int) -> Tensor:
-    return torch.div(x, 2**bits, rounding_mode="floor")
+    """``x >> bits``; all bits of a type, and more, leave its sign alone."""
+    info = torch.iinfo(x.dtype)
+    bits = bits if 0 <= bits < info.bits else info.bits
+    if info.bits < 32:
+        return torch.div(x.int(), 2**bits, rounding_mode="floor").to(x.dtype)
+    return torch.div(x, 2**bits, rounding_mode="floor") if bits < info.bits - 1 else -(x < 0).to(x.dtype)
+
+
+def _place_of_smallest(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """``argmin``, of integers by their complements: the smallest of a type has no negative."""
+    if x.dtype.is_floating_point:
+        return torch.argmax(-x, dim, keepdim)
+    return torch.argmax(torch.bitwise_not(x.int() if x.itemsize < 4 else x), dim, keepdim)
 
 
 _QUANTILES = [
@@ -148,13 +175,13 @@ LACKING_BASICS: dict[Any, Callable[..., Any]] = {
     _aten.__rshift__.Scalar: _shifted_right,
     _aten.addbmm.default: _sum_of_products,
     _aten.addmv.default: _product_with_vector,
-    _aten.argmin.default: lambda x, dim=None, keepdim=False: torch.argmax(-x, dim, keepdim),
+    _aten.argmin.default: _place_of_smallest,
     _aten.bilinear.default: _bilinear,
     _aten.bucketize.Tensor: _bucket,
     _aten.dist.default: _norm_of_difference,
     _aten.embedding_bag.padding_idx: _embedding_bag,
     _aten.exp2.default: _power_of_two,
-    _aten.ldexp.Tensor: lambda x, exponent: x * _power_of_two(exponent),
+    _aten.ldexp.Tensor: _times_power_of_two,
     _aten.logaddexp2.default: _log_of_sum_of_powers_of_two,
     _aten.logcumsumexp.default: _running_log_of_sum,
     _aten.masked_select.default: _masked_select,

@@ -129,10 +129,16 @@ def run_torch(path: str | Path, inputs: Sequence[torch.Tensor]) -> list[torch.Te
 
     Returns:
         The tensors among its outputs.
+
+    Raises:
+        ValueError: the program has more or fewer tensors among its inputs.
     """
     program = torch.export.load(path)
     given = iter(inputs)
     user_inputs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    wanted = [arg.name for arg in user_inputs if not isinstance(arg, ConstantArgument)]
+    if len(inputs) != len(wanted):
+        raise ValueError(f"{path} takes {len(wanted)} tensors ({', '.join(wanted)}), got {len(inputs)}.")
     leaves = [arg.value if isinstance(arg, ConstantArgument) else next(given) for arg in user_inputs]
     args, kwargs = tree_unflatten(leaves, program.call_spec.in_spec)
     with torch.no_grad():

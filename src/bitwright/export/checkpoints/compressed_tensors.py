@@ -14,7 +14,7 @@ from torch import nn
 from bitwright._utils.files import new_directory_atomically
 from bitwright._utils.tensor_files import write_tensors
 from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
-from bitwright.formats import pack
+from bitwright.formats import encode, pack
 
 from .integers import signed_codes
 from .source import artifact_of_weights, linear_weights
@@ -24,6 +24,9 @@ __all__ = ["export_compressed_tensors", "unreadable", "unsupported_weight"]
 _logger = logging.getLogger(__name__)
 
 _FP4 = "float4_e2m1fn_x2"
+
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+"""What a layer's packed weight is stored as."""
 
 _Scheme: TypeAlias = tuple[dict[str, Any], str, list[str]]
 """The scheme of some layers, the name of their format, and their paths."""
@@ -53,7 +56,8 @@ def export_compressed_tensors(
         ``directory``.
 
     Raises:
-        ValueError: activations are quantized, or a weight cannot be held; lists all of them.
+        ValueError: activations are quantized, a weight cannot be held, or tensors of the model have names that the
+            format gives to parts of weights; lists all of them.
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
         TypeError: ``config`` holds what JSON does not; names the key.
         NotADirectoryError: ``directory`` is a file.
@@ -89,11 +93,10 @@ def export_compressed_tensors(
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"compressed-tensors cannot hold these weights (allow_dense=True keeps them dense):\n{listed}")
+    _refuse_taken_names(schemes, artifact)
     _join_groups(schemes, tensors)
     _warn(rounded, len(schemes))
-    for alias, name in artifact.aliases.items():
-        tensors.update(_aliased(alias, name, tensors))
-    _add_aliases(schemes, artifact)
+    _add_aliases(schemes, tensors, artifact)
     quantized = {path for _, _, paths in schemes.values() for path in paths}
     ignored = sorted({_layer(name) for name in linear} - quantized)
     described = dict(config) if config is not None else _config_of(model)
@@ -104,6 +107,20 @@ def export_compressed_tensors(
         write_tensors(contiguous, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(text)
     return Path(directory)
+
+
+def _refuse_taken_names(schemes: Mapping[str, _Scheme], artifact: Artifact) -> None:
+    """Refuse tensors of the model beside a packed weight that are called as loaders call a part of it."""
+    packed = {f"{path}.weight" if path else "weight" for _, _, paths in schemes.values() for path in paths}
+    tied = [alias for alias, name in artifact.aliases.items() if name in packed]
+    stems = [name.removesuffix("weight") for name in (*packed, *tied)]
+    names = {f"{stem}{part}" for stem in stems for part in _PARTS if part != "weight"}
+    taken = sorted(names.intersection((*artifact, *artifact.aliases)))
+    if taken:
+        raise ValueError(
+            f"The model has tensors called {', '.join(map(repr, taken))}, where compressed-tensors puts parts of the "
+            "quantized weights beside them. Rename these, or leave their layers out of the configuration."
+        )
 
 
 def _warn(rounded: list[str], schemes: int) -> None:
@@ -214,7 +231,7 @@ def _strategy(tensor: QuantizedTensor) -> dict[str, Any]:
         return {"strategy": "group", "group_size": columns}
     if (rows, columns) == tensor.shape and tensor.shape[0] != 1:
         return {"strategy": "tensor"}
-    if columns == tensor.shape[1]:
+    if rows == 1 and columns == tensor.shape[1]:
         return {"strategy": "channel"}
     if rows == 1:
         return {"strategy": "group", "group_size": columns}
@@ -238,18 +255,9 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _mxfp4(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Two codes in a byte, the first one in the low half, and exponents with a bias of 127."""
     return {
-        "weight_packed": tensor.parts["codes"].reshape(tensor.shape[0], -1),
+        "weight_packed": pack(encode(tensor.codes(), _FP4), 4).reshape(tensor.shape[0], -1),
         "weight_scale": tensor.parts["scale"],
     }
-
-
-def _aliased(alias: str, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of a tied weight's tensors under its further name."""
-    stem, other = name.removesuffix("weight"), alias.removesuffix("weight")
-    parts = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-    if name in tensors and not name.endswith("weight"):
-        return {alias: tensors[name].clone()}
-    return {f"{other}{part}": tensors[f"{stem}{part}"].clone() for part in parts if f"{stem}{part}" in tensors}
 
 
 def _layer(name: str) -> str:
@@ -257,11 +265,18 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _add_aliases(schemes: Mapping[str, _Scheme], artifact: Artifact) -> None:
-    """Count layers with a tied weight to the layers of its first name: loaders look each of them up."""
-    for _, _, paths in schemes.values():
-        weights = {f"{path}.weight" if path else "weight" for path in paths}
-        paths += [_layer(alias) for alias, name in artifact.aliases.items() if name in weights]
+def _add_aliases(schemes: Mapping[str, _Scheme], tensors: dict[str, torch.Tensor], artifact: Artifact) -> None:
+    """Copy tied tensors to their further names, and count layers with a packed one to the layers of its first name:
+    loaders look each of them up."""
+    packed = {f"{path}.weight" if path else "weight": paths for _, _, paths in schemes.values() for path in paths}
+    for alias, name in artifact.aliases.items():
+        if name not in packed:
+            tensors[alias] = tensors[name].clone()
+            continue
+        packed[name].append(_layer(alias))
+        stem, other = name.removesuffix("weight"), alias.removesuffix("weight")
+        parts = [part for part in _PARTS if f"{stem}{part}" in tensors]
+        tensors |= {f"{other}{part}": tensors[f"{stem}{part}"].clone() for part in parts}
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def export_gguf(
         rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
         round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it;
             False refuses them, so that the file decodes to exactly what the model computes. Prepare a float16 model to
-            get scales that fit.
+            get scales that fit; it rounds its weights to half precision, and ggml, which decodes in float32, does not.
         allow_dense: store compressed weights that no type holds as dense tensors with their decoded values.
 
     Returns:
@@ -132,6 +132,9 @@ def export_gguf(
 
 def _unreadable(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what would keep llama.cpp from opening a file with a tensor, by the tensor's name in the model."""
+    if not isinstance(stored, str):
+        yield f"{name}: rename= gave it the name {stored!r}, which is no text; return the old name to keep it"
+        return
     if problem := too_many_dimensions(shape):
         yield f"{name}: {problem}; store it with fewer, or register a buffer with persistent=False"
     if (length := len(stored.encode())) > _MAX_NAME_BYTES:
@@ -147,6 +150,8 @@ def _value_type(gguf: Any, value: Any) -> Any:
     kinds = {bool: "BOOL", int: "INT64", float: "FLOAT64", str: "STRING"}
     if type(value) not in kinds:
         raise ValueError(f"GGUF metadata must be text, numbers or booleans, got {value!r}.")
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"Integers of GGUF metadata have 64 bits, got {value!r}; write it as text.")
     return gguf.GGUFValueType[kinds[type(value)]]
 
 
@@ -174,6 +179,8 @@ def type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str
     if not round_scales and not all(f is None or torch.equal(f.half().float(), f) for f in factors):
         return "", "its scales are no half-precision numbers (round_scales=True rounds them)"
     if layout.formulation == "minval":
+        if tensor.is_sparse:
+            return "", "the 'minval' formulation has no code for the zeros of a mask; use qformulation 'zp'"
         span = int(layout.quant_max) - int(layout.quant_min)
         found = next((kind for kind, most in _WITH_MINIMUM if span <= most), "")
         return found, None if found else "the 'minval' formulation has types for 4 and 5 bits only"

@@ -81,12 +81,19 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
 
 
 def _outputs_agree(path: Path, program: torch.export.ExportedProgram, inputs: Any, enough_db: float) -> bool:
+    """Whether outputs are close enough; infinities and what is no number must be where they are in the program's."""
     args, kwargs = inputs
     expected = [tensor.double() for tensor in _tensors(with_states_copied(program)(*args, **kwargs))]
-    found = run_executorch(path, tuple(tree_leaves(inputs)))
-    noise = sum(float((a - b.double()).square().sum()) for a, b in zip(expected, found, strict=True))
-    signal = sum(float(tensor.square().sum()) for tensor in expected)
+    found = [tensor.double() for tensor in run_executorch(path, tuple(tree_leaves(inputs)))]
+    noise = sum(float(_difference(*pair).square().sum()) for pair in zip(expected, found, strict=True))
+    signal = sum(float(tensor[tensor.isfinite()].square().sum()) for tensor in expected)
     return noise * 10 ** (enough_db / 10) <= signal
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What two tensors differ by; nothing where both are the same infinity, or no number."""
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(alike, 0.0, one - other)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

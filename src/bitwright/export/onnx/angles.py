@@ -1,4 +1,4 @@
-"""Angles of points for torch's ONNX exporter, whose own translation gives those of the negative axis the wrong sign."""
+"""Angles of points for torch's ONNX exporter, whose own translation is wrong on the axes and at infinity."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ __all__ = ["angle_of_point"]
 def angle_of_point(y: Any, x: Any) -> Any:
     """Translate ``aten::atan2``; ONNX has no such operator.
 
-    On the negative axis, where quantized values often lie, the angle is pi; ONNX's comparisons do not tell a negative
-    zero from zero, for which it would be -pi.
+    The angle in the first quadrant, mirrored by the signs of both numbers. Those of zeros, which quantized values often
+    are, count too: the angle of (0.0, -0.0) is pi.
     """
     op = operators()
-    zero, pi = (op.CastLike(number, y) for number in (0.0, math.pi))
-    angle = op.Atan(op.Div(y, x))
-    left = op.Where(op.Less(y, zero), op.Sub(angle, pi), op.Add(angle, pi))
-    found = op.Where(op.Less(x, zero), left, angle)
-    return op.Where(op.And(op.Equal(x, zero), op.Equal(y, zero)), zero, found)
+    zero, one, pi = (op.CastLike(number, y) for number in (0.0, 1.0, math.pi))
+
+    def is_negative(value: Any) -> Any:
+        # comparisons do not tell a negative zero from zero, but its reciprocal is a negative infinity
+        return op.Or(op.Less(value, zero), op.Less(op.Div(one, value), zero))
+
+    height, width = op.Abs(y), op.Abs(x)
+    # quotients of two zeros or two infinities would not be numbers
+    slope = op.Where(op.Equal(height, width), op.Sign(height), op.Div(height, width))
+    angle = op.Atan(slope)
+    angle = op.Where(is_negative(x), op.Sub(pi, angle), angle)
+    return op.Where(is_negative(y), op.Neg(angle), angle)

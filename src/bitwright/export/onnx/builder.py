@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from bitwright.export.extras import require
 
 __all__ = ["NodeBuilder", "drop_unread_initializers", "onnx_type", "replace_value"]
+
+_MADE = "bitwright.initializers"
+"""Where a graph keeps the initializers that builders made, by prefix and name."""
 
 _VIEWED = {
     torch.bfloat16: (torch.int16, "bfloat16"),
@@ -42,13 +46,19 @@ def drop_unread_initializers(graph: Any) -> None:
             del graph.initializers[name]
 
 
+def _free_name(name: str, taken: Container[str]) -> str:
+    """Return a name, with the first number that makes it free behind it where it is taken."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
+
+
 class NodeBuilder:
     """Adds nodes and initializers to a graph.
 
     Args:
         graph: an ``onnx_ir.Graph``.
         before: the node in front of which nodes are added.
-        prefix: start of the names of initializers; those of one name are shared.
+        prefix: start of the names of initializers; those of one name that builders made are shared.
         number: makes the names of nodes unique.
     """
 
@@ -61,7 +71,9 @@ class NodeBuilder:
         self._count = 0
 
     def initializer(self, tensor: torch.Tensor, name: str, narrow: str | None = None, *, shared: bool = True) -> Any:
-        """Add an initializer, or return the one of this name that is already there.
+        """Add an initializer, or return the one that a builder has made by this name.
+
+        Its full name gets a number where a tensor of the model has that name.
 
         Args:
             tensor: its values.
@@ -69,9 +81,11 @@ class NodeBuilder:
             narrow: name of a 4-bit type to store the values in.
             shared: with builders of the same prefix; False for what belongs to this builder's nodes alone.
         """
-        full = f"{self._prefix}_{name}" if shared else f"{self._prefix}_{self._number}_{name}"
-        if full in self._graph.initializers:
-            return self._graph.initializers[full]
+        key = (self._prefix, name) if shared else (self._prefix, str(self._number), name)
+        made: dict[tuple[str, ...], Any] = self._graph.meta.setdefault(_MADE, {})
+        if key in made and self._graph.initializers.get(made[key].name) is made[key]:
+            return made[key]
+        full = _free_name("_".join(key), self._graph.initializers)
         tensor = tensor.detach().cpu().contiguous()
         if narrow is not None:
             ml_dtypes = require("ml_dtypes", "onnx", "Export to ONNX")
@@ -87,6 +101,7 @@ class NodeBuilder:
             name=full, type=self._ir.TensorType(data.dtype), shape=self._ir.Shape(tensor.shape), const_value=data
         )
         self._graph.register_initializer(value)
+        made[key] = value
         return value
 
     def __call__(

@@ -25,6 +25,7 @@ from .averages import average_in_order
 from .builder import NodeBuilder, drop_unread_initializers, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
 from .half import compute_in_float32, round_outputs
+from .names import check_names, distinct_output_names, give_names
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
@@ -90,20 +91,24 @@ def export_onnx(
 
     Raises:
         MissingExtraError: the onnx extra is not installed.
-        ValueError: ``opset`` is too small for the model, ``int4`` or ``integer_kernels`` is unknown, or an activation
-            has no ONNX form.
+        ValueError: ``opset`` is too small for the model, or torch.onnx cannot write it; ``int4`` or ``integer_kernels``
+            is unknown; inputs and outputs share a name; or an activation has no ONNX form.
         ConversionError: torch's exporter cannot take the model.
-        TypeError: ``example_inputs`` is no tuple.
+        TypeError: ``example_inputs`` is no tuple, or ``opset`` no integer.
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
         OSError: the file cannot be written; an old one stays.
     """
     _check_arguments(example_inputs, int4, integer_kernels)
+    check_names(input_names, output_names)
     model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     lowered = lower(model, WeightStandIn, _activation_stand_in)
+    version = _opset(lowered, opset)
     program = traced(
-        lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=_opset(lowered, opset),
+        lowered.model, example_inputs, example_kwargs, dynamic_shapes, opset=version,
         input_names=input_names, output_names=output_names, meaning=partial(meaning, lowered=lowered),
     )  # fmt: skip
+    _check_written_opset(program.model, version)
+    names = distinct_output_names(program.model.graph)
     _tell_of_states(program)
     round_outputs(program)
     _fill_in(program, lowered, int4, unsigned_activations)
@@ -111,6 +116,7 @@ def export_onnx(
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
     _drop_metadata(program.model)
+    give_names(program.model, names)
     _declare_domains(program.model, int4)
     return _save(program, Path(path))
 
@@ -145,12 +151,24 @@ def _activation_stand_in(name: str, simulator: FakeQuantizeImplBase) -> nn.Modul
 
 def _opset(lowered: LoweredModel, opset: int | None) -> int:
     """Return the version of the operator set that was asked for, or the smallest that holds the model."""
+    if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int)):
+        raise TypeError(f"opset must be an integer or None, got {opset!r}.")
     weights = [weight_opset(tensor) for tensor in lowered.weights.values()]
     activations = [activation_opset(simulator) for simulator in lowered.activations.values()]
     needed = max([MIN_OPSET, *weights, *activations])
     if opset is not None and opset < needed:
         raise ValueError(f"This model needs ONNX opset {needed}, got opset={opset!r}.")
     return needed if opset is None else opset
+
+
+def _check_written_opset(model: Any, asked: int) -> None:
+    """Refuse a model that torch.onnx has left in another version of the operator set, as it does without an error."""
+    written = model.opset_imports[""]
+    if written != asked:
+        raise ValueError(
+            f"torch.onnx wrote this model in ONNX opset {written}, for it cannot convert it to opset {asked}. Choose a "
+            "version that the installed onnx has, or let opset=None choose."
+        )
 
 
 def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> None:

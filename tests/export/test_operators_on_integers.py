@@ -1,0 +1,94 @@
+"""Operators on integers and what they become beside numbers that are none: values and types in the runtimes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.export.targets import TARGETS
+
+INPUTS = (
+    torch.tensor([200, 5, 255, 0], dtype=torch.uint8),
+    torch.tensor([5, -128, 127, -1], dtype=torch.int8),
+    torch.tensor([5, -(2**31), 2**31 - 1, -7], dtype=torch.int32),
+    torch.tensor([7, 8, 9, -3]),
+    torch.tensor([1.5, -0.0, -2.0, 0.25], dtype=torch.float16),
+)
+CASES = {
+    "places of the smallest": lambda b, s, i, n, h: [x.argmin() for x in (b, s, i, i.long(), s.short(), h)],
+    "places in order": lambda b, s, i, n, h: [
+        torch.searchsorted(n.sort()[0], 7.5),
+        torch.searchsorted(n.int().sort()[0], 7.5, right=True),
+        torch.searchsorted(b.sort()[0], 200, right=True),
+        torch.searchsorted(h.float().sort()[0], 1),
+    ],
+    "signs": lambda b, s, i, n, h: [
+        torch.copysign(n, -1.0),
+        torch.copysign(n, 2),
+        torch.copysign(b, -1),
+        torch.copysign(n, h),
+        torch.copysign(n, -n),
+        torch.copysign(h, n.float()),
+        torch.copysign(h, -1.0),
+        torch.copysign(s, h.float()),
+    ],
+    "powers of two": lambda b, s, i, n, h: [torch.ldexp(h, n + 7), torch.ldexp(n, n), torch.ldexp(h, h.float())],
+    "remainders": lambda b, s, i, n, h: [
+        *(x % 2.5 for x in (b, s, n, n.int(), n > 7, h)), n % 2, n % -2.5
+    ],
+    "bits of masks": lambda b, s, i, n, h: [(n > 7) & 3, (n > 7) | 2, (n > 7) ^ 3, (n > 7) & True, ~(n > 7)],
+    "bits": lambda b, s, i, n, h: [~b, ~s, ~n, b & 15, s | 3, b ^ 255],
+    "shifts of bytes": lambda b, s, i, n, h: [
+        x for bits in (1, 4, 7, 8, 9) for x in (b << bits, b >> bits, s << bits, s >> bits)
+    ],
+    "shifts": lambda b, s, i, n, h: [
+        *(i >> bits for bits in (1, 30, 31, 32)), *(i << bits for bits in (1, 30, 32)), n >> 64, n << 64
+    ],
+}  # fmt: skip
+ONNX = ("places in order", "signs", "remainders")
+
+
+class Integers(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def forward(self, *inputs):
+        return [result for name in self.names for result in CASES[name](*inputs)]
+
+
+@pytest.mark.parametrize(("target", "names"), [("onnx", ONNX), ("executorch", CASES), ("coreai", CASES)])
+def test_right_in_the_runtime(target, names, tmp_path):
+    """Core AI's integers have 32 bits where PyTorch's have 64."""
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    model = Integers(list(names)).eval()
+    path = TARGETS[target].write(model, INPUTS, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
+    origins = [f"{number} of {name}" for name in names for number in range(len(CASES[name](*INPUTS)))]
+    for origin, expected, found in zip(origins, model(*INPUTS), TARGETS[target].run(path, INPUTS), strict=True):
+        narrow = target == "coreai" and expected.dtype == torch.int64
+        assert found.dtype == (torch.int32 if narrow else expected.dtype), origin
+        assert found.shape == expected.shape, origin
+        torch.testing.assert_close(
+            found.to(expected.dtype), expected, msg=lambda words, name=origin: f"{name}: {words}"
+        )
+
+
+class OfNothing(nn.Module):
+    """Products to which nothing is added of what is no number."""
+
+    def forward(self, x, matrix):
+        return torch.addmv(x, matrix, matrix[0], beta=0), torch.addbmm(
+            x, *[matrix.expand(2, 3, 3)] * 2, beta=0, alpha=2
+        )
+
+
+@pytest.mark.parametrize("target", ["executorch", "coreai"])
+def test_nothing_of_what_is_no_number_is_added(target, tmp_path):
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    model, inputs = OfNothing().eval(), (torch.tensor([torch.nan, torch.inf, 1.0]), torch.arange(9.0).view(3, 3))
+    path = TARGETS[target].write(model, inputs, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
+    for expected, found in zip(model(*inputs), TARGETS[target].run(path, inputs), strict=True):
+        torch.testing.assert_close(found, expected)
