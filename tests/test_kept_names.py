@@ -9,6 +9,7 @@ from torchao.quantization.pt2e import allow_exported_model_train_eval
 
 from bitwright._utils.fx_utils import normalize_module_fqn
 from bitwright._utils.torch_utils import move_model_to_eval, move_model_to_train, normalize_axis
+from bitwright.quantization import ExecutionMode, Quantizer, QuantizerConfig
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,10 @@ def test_modes_of_a_captured_module() -> None:
     with move_model_to_eval(captured):
         assert torch.equal(captured(x), x)
     assert not torch.equal(captured(x), x)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_mode_of_a_quantizer(mode: str) -> None:
+    """Exporters pass ``mmap_dir`` in one mode only."""
+    quantizer = Quantizer(nn.Linear(4, 4), QuantizerConfig(execution_mode=mode))
+    assert quantizer._execution_mode is ExecutionMode(mode)

@@ -17,21 +17,15 @@ __all__ = [
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
-    """Write UTF-8 text to a file beside ``path``, then put it in its place; folders are made."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_prefix(target), suffix=".part", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
+    """Write UTF-8 text to a file beside ``path``, then put it in its place; folders are made.
+
+    Links, devices and permissions stay, as in :func:`new_file_atomically`.
+    """
+    with new_file_atomically(path) as name, open(name, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        if Path(name).is_file():
             os.fsync(stream.fileno())
-        give_usual_mode(name)
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
 
 
 @contextlib.contextmanager

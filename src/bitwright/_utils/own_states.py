@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -57,29 +58,56 @@ def list_own_states(modules: Iterable[nn.Module], readers: Iterable[nn.Module]) 
 
 
 def asks_for_states(module: nn.Module) -> bool:
-    """Whether a module's forward, or a method of its class that it calls, asks a module for states by name.
+    """Whether a module's forward, or a function that it calls, asks a module for states by name.
 
-    Read from the code, for models that no forward was traced of.
+    Read from the code, for models that no forward was traced of: of the forward, the methods and properties of its
+    class, the functions of its file, and what these have around them as decorators.
     """
-    methods = {
-        name: member.__code__
+    members = {
+        name: member
         for cls in reversed(type(module).__mro__)
         if cls is not nn.Module
         for name, member in vars(cls).items()
-        if isinstance(member, FunctionType)
     }
-    seen: set[CodeType] = set()
-    codes = [methods["forward"]] if "forward" in methods else []
-    while codes:
-        code = codes.pop()
-        if code in seen:
+    seen: set[FunctionType] = set()
+    waiting = [members.get("forward")]
+    while waiting:
+        function = _function_of(waiting.pop())
+        if function is None or function in seen:
             continue
-        seen.add(code)
-        if not _NAMES.isdisjoint(code.co_names):
+        seen.add(function)
+        names = _names_in(function.__code__)
+        if not _NAMES.isdisjoint(names):
             return True
-        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-        codes += [methods[name] for name in code.co_names if name in methods]
+        waiting += [members[name] for name in names if name in members]
+        waiting += _functions_around(function, names)
     return False
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function behind an attribute of a class, if there is one."""
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, cached_property | partialmethod):
+        member = member.func
+    elif isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    return member if isinstance(member, FunctionType) else None
+
+
+def _functions_around(function: FunctionType, names: Iterable[str]) -> list[Any]:
+    """Those that a decorator wraps, and those of the same file that a function names."""
+    found = [getattr(function, "__wrapped__", None)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it yet
+            found.append(cell.cell_contents)
+    beside = (function.__globals__.get(name) for name in names)
+    return found + [one for one in beside if isinstance(one, FunctionType) and one.__module__ == function.__module__]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names, *(name for part in inner for name in _names_in(part))}
 
 
 class _Readers(threading.local):

@@ -50,7 +50,6 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     own = own_parametrizations(module)
     stacked = name in own
     order = [*module._parameters, *module._buffers]
-    first = _ORDER not in module.__dict__
     if name in order:
         module.__dict__.setdefault(_ORDER, tuple(order))
     if not own:  # until torch puts a ModuleDict there: a wrapper answers with that of the layer inside it
@@ -69,10 +68,6 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
             del chain._modules[str(len(chain) - 1)]
             return
         clear_parametrization(module, name)
-        for slots in (module._parameters, module._buffers):
-            _reorder(slots, order)
-        if first:
-            module.__dict__.pop(_ORDER, None)
 
     return undo
 
@@ -84,11 +79,15 @@ def order_before(module: nn.Module) -> tuple[str, ...]:
 
 
 def clear_parametrization(module: nn.Module, name: str) -> None:
-    """Take all simulators off ``module.<name>``; the original tensor stands in its place again."""
+    """Take all simulators off ``module.<name>``; the original tensor stands in its place again, in the old order."""
     original = original_tensor(module, name)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     slots: Any = module._parameters if isinstance(original, nn.Parameter) else module._buffers
     slots[name] = original
+    for own in (module._parameters, module._buffers):
+        _reorder(own, order_before(module))
+    if not own_parametrizations(module):
+        module.__dict__.pop(_ORDER, None)
     if isinstance(module, nn.RNNBase) and not own_parametrizations(module):
         _restore_rnn(module)
 

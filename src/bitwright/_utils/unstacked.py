@@ -25,25 +25,25 @@ def unstacked(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Module, ...]]]
         The simulators of each weight, the innermost first, by every dotted name of the weight.
     """
     stacks: dict[str, tuple[nn.Module, ...]] = {}
-    bare: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
+    bare: dict[int, tuple[nn.Module, type[nn.Module], Any, dict[str, Any], dict[str, Any]]] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         chains = _simulated(module)
         if id(module) in bare:
-            chains = bare[id(module)][2]["parametrizations"]
+            chains = bare[id(module)][2]
         if not chains:
             continue
         for attribute, chain in chains.items():
             stacks[f"{path}.{attribute}" if path else attribute] = tuple(chain)
-        bare.setdefault(id(module), (module, type(module), dict(module._modules), dict(module._parameters)))
+        bare.setdefault(id(module), (module, type(module), chains, module._modules, module._parameters))
     try:
-        for module, cls, children, _ in bare.values():
+        for module, cls, chains, children, parameters in bare.values():
+            module._modules = children.copy()
             del module._modules["parametrizations"]
             module.__class__ = cls.__bases__[0]
-            for attribute, chain in children["parametrizations"].items():
-                module._parameters[attribute] = chain.original
+            module._parameters = {**parameters, **{attribute: chain.original for attribute, chain in chains.items()}}
         yield stacks
     finally:
-        for module, cls, children, parameters in bare.values():
+        for module, cls, _, children, parameters in bare.values():
             module.__class__ = cls
             module._modules = children
             module._parameters = parameters

@@ -9,7 +9,7 @@ import torch
 from bitwright.formats import format_of, n_bits_of, quant_range, storage_dtype
 from bitwright.kernels import Grid
 
-from .spec import QuantizationScheme
+from .spec import QuantizationFormulation, QuantizationScheme
 from .spec.fake_quantize import FakeQuantizeImplBase
 from .spec.learned import LearnedQParamsCalculatorBase
 
@@ -51,17 +51,28 @@ def set_dtype(simulator: FakeQuantizeImplBase, dtype: torch.dtype, *, rescale: b
         finder._grid = Grid(dtype, bounds[0], bounds[1], finder._grid.formulation)
     if old is not None:
         with torch.no_grad():
-            _keep_range(calculator, old, span, lowest)
+            low = _lowest_value(simulator, old, span, lowest)
+            _keep_range(calculator, old[0], span, low)
 
 
-def _keep_range(calculator: Any, old: Any, span: float, lowest: float) -> None:
-    scale, zero_point, _ = old
-    half = scale * span / 2
-    if calculator.qscheme == QuantizationScheme.ASYMMETRIC:
-        low = (lowest - zero_point) * scale
-        high = low + scale * span
+def _lowest_value(simulator: FakeQuantizeImplBase, old: Any, span: float, lowest: float) -> torch.Tensor:
+    """Return the value of the smallest code ``lowest``, by the way that codes are decoded."""
+    scale, zero_point, minval = old
+    calculator: Any = simulator.qparams_calculator
+    if calculator.qscheme != QuantizationScheme.ASYMMETRIC or zero_point is None:
+        low = -scale * span / 2
+    elif simulator.qformulation == QuantizationFormulation.MINVAL:
+        low = minval
+    elif getattr(simulator, "zero_point_domain", "INT") == "FLOAT":  # the value of the code in the middle
+        low = zero_point - scale * ((span + 1) / 2)
     else:
-        low, high = -half, half
+        low = (lowest - zero_point) * scale
+    found: torch.Tensor = low
+    return found
+
+
+def _keep_range(calculator: Any, scale: torch.Tensor, span: float, low: torch.Tensor) -> None:
+    high, half = low + scale * span, scale * span / 2
     made = calculator._compute_scale_zero_point_minval(low, low, high)
     if not isinstance(calculator, LearnedQParamsCalculatorBase):
         calculator._store(made)
@@ -69,6 +80,8 @@ def _keep_range(calculator: Any, old: Any, span: float, lowest: float) -> None:
     for name, value in calculator._initial_values(low, high, half).items():
         if name == "scale":
             value = scale * (span / float(calculator.quant_max - calculator.quant_min))
+        elif name == "alpha":  # where PACT clips, with any number of bits
+            continue
         if name in calculator._LEARNED:
             calculator._set_learned(name, value)
         else:

@@ -153,7 +153,7 @@ def _replay(calculator: Any, position: tuple[Any, ...], record: list[torch.Tenso
     for step in range(max(len(ranges) for ranges in records)):
         present = torch.stack([ranges[step] for ranges in records if step < len(ranges)])
         low, high = (ends.reshape(entry.shape[1:]) for ends in (present[:, 0].amin(0), present[:, 1].amax(0)))
-        low, high = low.clamp(max=0), high.clamp(min=0)
+        low, high = calculator._bounded(low, high, low.dtype)
         calculator._store(calculator.compute_qparams(low, low, high))
 
 
@@ -166,8 +166,8 @@ def _merge(calculator: Any) -> None:
     elif isinstance(finder, DistributionRangeCalculatorBase):
         _merge_histograms(finder)
         if finder._histogram is not None:
-            low, high = finder.current_range()
-            calculator._store(calculator._compute_scale_zero_point_minval(low, low.clamp(max=0), high.clamp(min=0)))
+            low, high = calculator._bounded(*finder.current_range(), torch.float32)
+            calculator._store(calculator._compute_scale_zero_point_minval(low, low, high))
     elif isinstance(calculator, RunningRangeMixin):
         ends = torch.stack([calculator.running_min, -calculator.running_max])
         dist.all_reduce(ends, dist.ReduceOp.MIN)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bitwright.common import ExportBackend
-from bitwright.planning import Plan
+from bitwright.planning import Placement, Plan
 from bitwright.program import Program
 from bitwright.quantization.config import QuantizerConfig
 
@@ -65,6 +65,10 @@ class Engine(ABC):
     @abstractmethod
     def module_paths(self) -> Mapping[str, str]:
         """Return, by simulator name in the prepared model, the module whose configuration decided."""
+
+    def served_by(self, placement: Placement) -> tuple[str, ...]:
+        """Return the modules that a planned simulator serves."""
+        return (placement.module_path,)
 
     def owners_of(self, name: str) -> tuple[str, ...]:
         """Return the modules that a simulator serves, by its name in the prepared model."""

@@ -57,15 +57,33 @@ class ScheduleDriver:
                 final = self._dtypes.setdefault(name, simulator.dtype)
                 set_dtype(simulator, dtype_with_bits(final, schedule._bits_at(self.step_count)), rescale=rescale)
 
-    def finish_bits(self, model: nn.Module) -> list[str]:
-        """Give every simulator the bits of its spec; return the names of those that had others."""
-        changed = []
-        for name, simulator, _ in self._named(model):
-            final = self._dtypes.get(name, simulator.dtype)
-            if simulator.dtype != final:
-                changed.append(name)
-                set_dtype(simulator, final)
-        return changed
+    @contextmanager
+    def finished_bits(self, model: nn.Module, *, stay: bool) -> Iterator[list[str]]:
+        """Give every simulator the bits of its spec.
+
+        Args:
+            model: a scheduled model.
+            stay: whether they keep them when the block ends well; after an error they never do.
+
+        Yields:
+            The names of those that had others.
+        """
+        before = {
+            name: (simulator, simulator.dtype, {key: state.clone() for key, state in simulator.state_dict().items()})
+            for name, simulator, _ in self._named(model)
+            if simulator.dtype != self._dtypes.get(name, simulator.dtype)
+        }
+        try:
+            for name, (simulator, _, _) in before.items():
+                set_dtype(simulator, self._dtypes[name])
+            yield list(before)
+        except BaseException:
+            stay = False
+            raise
+        finally:
+            for simulator, dtype, states in before.values() if not stay else ():
+                set_dtype(simulator, dtype, rescale=False)
+                simulator.load_state_dict(states)
 
     def release(self) -> None:
         """Let batch norms follow the mode of the model again."""

@@ -71,10 +71,10 @@ class _Views:
         return {simulator: schedule for _, simulator, schedule in self._schedules._named(self._model)}
 
     def _get_fake_quantize_modules(self) -> dict[str, list[FakeQuantizeImplBase]]:
-        """Return the simulators of the prepared model by the module whose configuration decided about them."""
+        """Return the simulators that the quantizer inserted, by the module whose configuration decided about them."""
         found: dict[str, list[Any]] = {}
         paths = self._engine.module_paths()
         for name, module in self._model.named_modules():
-            if isinstance(module, FakeQuantizeImplBase):
+            if isinstance(module, FakeQuantizeImplBase) and name in paths:
                 found.setdefault(paths[name], []).append(module)
         return found

@@ -22,6 +22,7 @@ from bitwright.program.graph_program import build_program
 
 from .config import QuantizerConfig
 from .spec import PerChannelGranularity, PerTensorGranularity, QuantizationScheme, QuantizationSpec
+from .spec.learned import LearnedQParamsCalculatorBase
 from .spec.qparams_calculator import DynamicQParamsCalculator
 
 __all__ = ["pt2e_quantizer"]
@@ -135,7 +136,8 @@ def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where:
     """Return a torchao spec that means the same.
 
     Raises:
-        ValueError: a float format, offsets by minval, or blocks; PT2E has no form for them.
+        ValueError: a float format, offsets by minval, blocks, learned or searched ranges, one end of a range, or a
+            fixed range per channel; PT2E has no form for them.
     """
     granularity = spec.granularity
     per_channel = isinstance(granularity, PerChannelGranularity)
@@ -145,6 +147,7 @@ def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where:
     if not per_channel and not isinstance(granularity, PerTensorGranularity):
         name = type(granularity).__name__
         raise ValueError(f"{where}: PT2E holds scales per tensor or per channel, not {name}. {_REMEDY}")
+    _check_ranges(spec, where, per_channel)
     symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
     shared = {
         "dtype": spec.target_dtype,
@@ -160,6 +163,22 @@ def torchao_spec(spec: QuantizationSpec, target: CompressionTargetTensor, where:
     constructor = _constructor(spec, target, per_channel, dynamic, is_qat)
     axis = granularity.axis if per_channel else None
     return api.QuantizationSpec(observer_or_fake_quant_ctr=constructor, ch_axis=axis, is_dynamic=dynamic, **shared)
+
+
+def _check_ranges(spec: QuantizationSpec, where: str, per_channel: bool) -> None:
+    """Refuse ways to a range that torchao's observers do not know."""
+    plain = QuantizationSpec()
+    for field in ("fake_quantize_cls", "range_calculator_cls"):
+        chosen = getattr(spec, field)
+        if chosen is not getattr(plain, field):
+            raise ValueError(f"{where}: PT2E has no form for {field} {chosen.__name__}. {_REMEDY}")
+    if issubclass(spec.qparam_calculator_cls, LearnedQParamsCalculatorBase):
+        name = spec.qparam_calculator_cls.__name__
+        raise ValueError(f"{where}: PT2E has no form for qparam_calculator_cls {name}. {_REMEDY}")
+    fixed = [end is not None for end in spec.float_range]
+    if any(fixed) and (per_channel or not all(fixed)):
+        kind = "per channel" if per_channel else "open at one end"
+        raise ValueError(f"{where}: PT2E has no form for float_range {spec.float_range!r} {kind}. {_REMEDY}")
 
 
 def _constructor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import module_mode
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
-from bitwright.config.matching import resolve_module_rules
+from bitwright.config.matching import ModuleRule, resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.planning.report import report_problems
@@ -33,8 +33,10 @@ from ._schedule import ScheduleDriver, observers_off, rest, switch
 from ._statistics import gathering, has_searched_range, warn_of_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
-from .config import ExecutionMode, InvalidExecutionModeError, QuantizerConfig
+from .config import ExecutionMode, InvalidExecutionModeError, QATSchedule, QuantizerConfig
+from .spec import RunningRangeMixin
 from .spec.fake_quantize import FakeQuantizeImplBase
+from .spec.learned import LearnedQParamsCalculatorBase
 
 __all__ = ["Quantizer"]
 
@@ -139,9 +141,10 @@ class Quantizer(_Views, _BaseModelCompressor):
             return self._model
         plan = self._planned(target, example)
         report_problems(plan.problems, strict)
+        rules = resolve_module_rules(self._config, self._engine.model)
+        self._warn_of_schedules(plan, rules)
         self._model = self._engine.insert(example, plan)
         self._plan = plan
-        rules = resolve_module_rules(self._config, self._engine.model)
         by_module = {path: rule.config.qat_schedule for path, rule in rules.items() if rule.config.qat_schedule}
         self._schedules = ScheduleDriver(self._schedules_by_simulator(rules), by_module)
         for calculator in gathering(_simulators(self._model)):
@@ -164,6 +167,12 @@ class Quantizer(_Views, _BaseModelCompressor):
 
     def _folded(self) -> nn.Module | None:
         return self._engine.folded()
+
+    @property
+    def _execution_mode(self) -> ExecutionMode:
+        """The mode of the config; programs written for coreai-opt read it."""
+        mode: ExecutionMode = self._config.execution_mode
+        return mode
 
     @property
     def applied_config(self) -> QuantizerConfig:
@@ -195,6 +204,8 @@ class Quantizer(_Views, _BaseModelCompressor):
             for simulator in _simulators(target):
                 weight = simulator.quantization_target == CompressionTargetTensor.WEIGHT
                 switch(simulator, observer=True, fake_quant=weight)
+                if isinstance(simulator.qparams_calculator, LearnedQParamsCalculatorBase):
+                    simulator.qparams_calculator.take_as_found()
             try:
                 with merged_statistics(_simulators(target)):
                     yield self
@@ -355,15 +366,14 @@ class Quantizer(_Views, _BaseModelCompressor):
         for simulator in self._switchable(module):
             simulator.disable_fake_quant()
 
-    def finalize(
+    def finalize(  # type: ignore[override]  # what the base hands on to any compressor, this one does not take
         self,
         model: nn.Module | None = None,
         backend: ExportBackend | str = ExportBackend.CoreAI,
-        *args: Any,
+        *,
         mmap_dir: str | None = None,
-        **kwargs: Any,
     ) -> nn.Module:
-        """Return the model in the form that ``backend`` takes.
+        """Return the model in the form that ``backend`` takes; eager mode changes ``model``, if there is no error.
 
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.
@@ -380,15 +390,17 @@ class Quantizer(_Views, _BaseModelCompressor):
             simulator.read_switches()
         chosen = ExportBackend(backend)
         folder = mapped_folder(mmap_dir, chosen)
-        unfinished = self._schedules.finish_bits(target)
-        if unfinished:
-            warnings.warn(
-                f"The qat_schedule had not come to the end of least_bits at step {self._schedules.step_count}; "
-                f"{len(unfinished)} simulators ({unfinished[0]} ...) were trained with more bits than their spec has.",
-                stacklevel=2,
-            )
-        warn_of_ranges(target, stacklevel=3)
-        finalized = self._engine.finalize(target, chosen, folder)
+        in_place = self._config.execution_mode == ExecutionMode.EAGER
+        with self._schedules.finished_bits(target, stay=in_place) as unfinished:
+            if unfinished:
+                warnings.warn(
+                    f"The qat_schedule had not come to the end of least_bits at step {self._schedules.step_count}; "
+                    f"{len(unfinished)} simulators ({unfinished[0]} ...) were trained with more bits than their spec "
+                    "has.",
+                    stacklevel=2,
+                )
+            warn_of_ranges(target, stacklevel=3)
+            finalized = self._engine.finalize(target, chosen, folder)
         if chosen == ExportBackend._TORCH:
             for simulator in _simulators(finalized):  # those of a copy that was made while training still observe
                 simulator.disable_observer()
@@ -414,23 +426,24 @@ class Quantizer(_Views, _BaseModelCompressor):
             if calculator.is_provisional:
                 calculator.reset_statistics()
             calculator.is_provisional = False
+            if isinstance(calculator, RunningRangeMixin):
+                calculator.begin_step()
             self._measured = self._measured or calculator.is_loaded
 
-    def _schedules_by_simulator(self, rules: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name in self._engine.module_paths():
-            owners = [path for path in self._engine.owners_of(name) if path in rules]
-            schedules = {path: rules[path].config.qat_schedule for path in owners if rules[path].config.qat_schedule}
-            if not schedules:
-                continue
-            first, found[name] = next(iter(schedules.items()))
-            if any(schedule != found[name] for schedule in schedules.values()):
+    def _schedules_by_simulator(self, rules: Mapping[str, ModuleRule]) -> dict[str, QATSchedule]:
+        found = {name: _schedules(self._engine.owners_of(name), rules) for name in self._engine.module_paths()}
+        return {name: next(iter(schedules.values())) for name, schedules in found.items() if schedules}
+
+    def _warn_of_schedules(self, plan: Plan, rules: Mapping[str, ModuleRule]) -> None:
+        for placement in plan.placements:
+            schedules = _schedules(self._engine.served_by(placement), rules)
+            first = next(iter(schedules), None)
+            if first is not None and any(schedule != schedules[first] for schedule in schedules.values()):
                 warnings.warn(
-                    f"The simulator {name!r} is shared by the modules {', '.join(map(repr, schedules))}, which have "
-                    f"different qat_schedules; that of {first!r} holds. Give them one schedule.",
+                    f"The simulator of {placement.name!r} is shared by the modules {', '.join(map(repr, schedules))}, "
+                    f"which have different qat_schedules; that of {first!r} holds. Give them one schedule.",
                     stacklevel=3,
                 )
-        return found
 
     def _switchable(self, module: nn.Module | None) -> list[FakeQuantizeImplBase]:
         self._require_prepared(self._model)
@@ -444,7 +457,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         for root in (self._model, self._engine.model):
             for path, candidate in root.named_modules():
                 if candidate is module:
-                    return self._engine.simulators_of(self._model, path)
+                    return self._engine.simulators_of(self._model, path) or _simulators(module)
         raise ValueError(f"The module {type(module).__name__} is not part of the model that was prepared.")
 
 
@@ -480,6 +493,12 @@ def _tell_of_options(target: str | None, example: ExampleInputs) -> None:
         verb = "have" if len(names.split()) > 1 else "has"
         remedy = "; pass them to the exporter, or name the target" if unused["dynamic_shapes"] else ""
         warnings.warn(f"{names} {verb} no effect in eager mode{remedy}.", stacklevel=4)
+
+
+def _schedules(paths: Iterable[str], rules: Mapping[str, ModuleRule]) -> dict[str, QATSchedule]:
+    """Return the schedules of those modules that have one."""
+    found = {path: rules[path].config.qat_schedule for path in paths if path in rules}
+    return {path: schedule for path, schedule in found.items() if schedule}
 
 
 def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:

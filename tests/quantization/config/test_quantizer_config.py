@@ -29,6 +29,8 @@ from bitwright.quantization.config import (
     QuantizerConfig,
 )
 from bitwright.quantization.spec import (
+    PerTokenGranularity,
+    QuantizationGranularity,
     QuantizationSpec,
     default_activation_quantization_spec,
     default_weight_quantization_spec,
@@ -129,6 +131,20 @@ class TestFiles:
         assert QuantizerConfig.from_json(config.to_json()) == config
         assert QuantizerConfig.from_dict(config.to_dict()) == config
 
+    def test_keys_of_granularities_that_no_anchor_can_have(self) -> None:
+        @QuantizationGranularity.register("mylib.row of tokens")
+        class Row(PerTokenGranularity):
+            pass
+
+        try:
+            spec = QuantizationSpec(granularity=Row())
+            config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_state_spec={"weight": spec}))
+            text = config.to_yaml()
+            assert "&int8_mylib_row_of_tokens" in text
+            assert QuantizerConfig.from_yaml(text) == config
+        finally:
+            del QuantizationGranularity.REGISTRY["mylib.row of tokens"]
+
     def test_to_dict_keeps_live_objects(self) -> None:
         dumped = QuantizerConfig.presets.w4_per_block().to_dict()["quantization_config"]
         assert dumped["execution_mode"] is ExecutionMode.GRAPH
@@ -213,7 +229,7 @@ class TestExecutionMode:
         config = QuantizerConfig()
         assert config.set_execution_mode("eager") is config
         assert config == QuantizerConfig(execution_mode=ExecutionMode.EAGER)
-        with pytest.raises(ValueError, match="'GRAPH' is not a valid ExecutionMode"):
+        with pytest.raises(ValueError, match=r"'GRAPH' is not a valid ExecutionMode.* Expected 'graph' or 'eager'"):
             config.set_execution_mode("GRAPH")
         assert config.execution_mode is ExecutionMode.EAGER
 
@@ -257,6 +273,10 @@ class TestQATSchedule:
     def test_refused(self, fields: dict[str, int], message: str) -> None:
         with pytest.raises(ValidationError, match=message):
             QATSchedule(**fields)
+
+    def test_equal_schedules_have_equal_hashes(self) -> None:
+        assert hash(QATSchedule(least_bits={0: 8, 5: 4})) == hash(QATSchedule(least_bits={5: 4, 0: 8}))
+        assert hash(QATSchedule(least_bits={0: 8})) != hash(QATSchedule(least_bits={0: 7}))
 
     def test_frozen(self) -> None:
         schedule = QATSchedule()

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError, TraceError, UnplannedCallWarning
 from bitwright.export.onnx import export_onnx, run_onnx
@@ -490,11 +491,42 @@ class Walking(nn.Module):
         return x
 
 
+class WalkingUnderADecorator(Walking):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class WalkingByAProperty(Walking):
+    @property
+    def layers(self):
+        return list(self.children())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x * 0.5 + layer(x)
+        return x
+
+
+def children_of(module):
+    return module.children()
+
+
+class WalkingByAFunction(Walking):
+    def forward(self, x):
+        for layer in children_of(self):
+            x = x * 0.5 + layer(x)
+        return x
+
+
 ITERATING = {
     "sequential": lambda: Residual(nn.Linear(16, 16), nn.ReLU()),
     "dict": lambda: Dense({"a": nn.Linear(16, 8), "b": nn.Linear(16, 8)}),
     "list": lambda: Listed([nn.Linear(16, 16), nn.Linear(16, 16)]),
     "children": Walking,
+    "decorated": WalkingUnderADecorator,
+    "property": WalkingByAProperty,
+    "function": WalkingByAFunction,
 }
 
 
@@ -519,6 +551,30 @@ def test_modules_that_go_over_their_children_do_not_meet_simulators(kind, tmp_pa
     (exported,) = run_onnx(export_onnx(prepared, (x,), tmp_path / "m.onnx"), (x,))
     assert sqnr(found, exported) > 60
     assert sqnr(found, quantizer.finalize(prepared)(x).detach()) > 60
+
+
+class WalkingWithAWeight(Walking):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        for layer in self.children():
+            if not isinstance(layer, nn.ModuleDict):  # parametrizations
+                x = x * 0.5 + layer(x)
+        return x @ self.weight
+
+
+def test_a_plan_for_a_graph_leaves_the_children_hidden():
+    """It looks at a prepared model without the simulators of its weights, which it puts back as they were."""
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 16), WalkingWithAWeight().eval()
+    prepared = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare((x,))
+    expected, modules, parameters = prepared(x), prepared._modules, prepared._parameters
+    Quantizer(prepared, QuantizerConfig()).plan((x,))
+    assert prepared._modules is modules
+    assert prepared._parameters is parameters
+    assert torch.equal(prepared(x), expected)
 
 
 class SumsOfAnyNumber(nn.Module):
@@ -746,6 +802,98 @@ def test_module_boundary_specs_apply_to_the_tensor_that_crosses():
     prepared = Quantizer(Outer(), config).prepare((torch.randn(2, 4),))
     found = {n: m.dtype for n, m in prepared.named_modules() if isinstance(m, FakeQuantizeImplBase)}
     assert found == {"inner.sigmoid_quantize_input": torch.int4, "inner.add_quantize_other": torch.int8}
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return torch.topk(x, 2)
+
+
+class ReadsByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.largest = nn.Linear(8, 8), Largest()
+
+    def forward(self, x):
+        return self.largest(self.layer(x)).values
+
+
+def test_named_outputs_keep_their_names():
+    """What ``torch.topk`` returns is no named tuple of Python's, and stays what it is with a simulator on it."""
+    spec = QuantizationSpec(dtype="int8")
+    module = ModuleQuantizerConfig(module_output_spec={"*": spec})
+    config = QuantizerConfig(global_config=None, module_name_configs={"largest": module}, execution_mode="eager")
+    model, x = ReadsByName().eval(), torch.randn(4, 8)
+    expected = model(x)
+    found = Quantizer(model, config).prepare((x,))(x)
+    assert not torch.equal(expected, found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=expected.abs().max().item() / 100)
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) + x
+
+
+class HandsOn(nn.Module):
+    """A wrapper that has the attributes of the module inside it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+def test_wrappers_that_hand_attributes_on_have_simulators_of_their_own():
+    """The same call in wrapper and inner module gives simulators of the same name, each in its module."""
+    x = torch.randn(4, 8)
+    prepared = Quantizer(HandsOn(Sums()).eval(), QuantizerConfig(execution_mode="eager")).prepare((x,))
+    for module in (prepared, prepared.inner):
+        assert any(name.startswith("add_quantize_") for name in module._modules)
+
+
+def test_a_name_that_is_taken_is_told():
+    model = Sums().eval()
+    model.add_quantize_input = 3
+    model.add_quantize_input_0 = 3
+    model.add_quantize_output_0 = 3
+    before = dict(model._modules)
+    with pytest.raises(ValueError, match=r"has an attribute 'add_quantize_.*Rename it"):
+        Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare((torch.randn(4, 8),))
+    assert model._modules == before
+
+
+class Interrupted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if parametrize.is_parametrized(self.layer):
+            raise KeyboardInterrupt
+        return self.layer(x)
+
+
+def test_an_interruption_while_preparing_puts_the_model_back():
+    model = Interrupted().eval()
+    with pytest.raises(KeyboardInterrupt):
+        Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare((torch.randn(4, 8),))
+    assert type(model.layer) is nn.Linear
+    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+    assert list(model.layer.children()) == []
 
 
 class Padded(nn.Module):

@@ -389,3 +389,38 @@ def test_calls_of_one_module_move_its_range_together(batches):
     for end in ends[1:]:
         expected = 0.99 * expected + 0.01 * end
     assert float(simulator.qparams_calculator.running_max) == pytest.approx(expected, rel=1e-5)
+
+
+class _Twice(nn.Module):
+    """Calls one layer twice, and may fail in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x):
+        large = self.layer(10 * x)
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return large.sum() + self.layer(x).sum()
+
+
+def test_a_new_calibration_begins_with_the_first_call_of_a_forward():
+    """Whatever became of the forward before it: the range of each forward is the union of its calls."""
+    spec = QuantizationSpec(averaging_constant=1.0)
+    config = ModuleQuantizerConfig(op_output_spec=None, op_input_spec={"*": spec})
+    quantizer = Quantizer(_Twice().eval(), QuantizerConfig(execution_mode="eager", global_config=config))
+    x = torch.ones(1, 4)
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+        prepared.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            prepared(x)
+        prepared.fails = False
+    with quantizer.calibration_mode():
+        for _ in range(3):
+            prepared(x)
+    ranges = {name: value for name, value in prepared.named_buffers() if name.endswith("running_max")}
+    assert ranges["layer.linear_quantize_input.qparams_calculator.running_max"].item() == 10.0

@@ -187,6 +187,57 @@ def test_packed_models_find_them_too(reader: str) -> None:
     torch.testing.assert_close(packed(x)[1], expected(prepared, names))
 
 
+def number_of_weights(model: nn.Module) -> int:
+    """What a forward may have a function of its file find out."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Asked(nn.Module):
+    """Asks for its parameters in a way that the code of its forward alone does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+
+class InADecorated(Asked):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * sum(parameter.numel() for parameter in self.parameters())
+
+
+class ByAProperty(Asked):
+    @property
+    def count(self) -> int:
+        return number_of_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.count
+
+
+class ByAFunction(Asked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * number_of_weights(self)
+
+
+class ByAStaticMethod(Asked):
+    @staticmethod
+    def count(model: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.count(self)
+
+
+@pytest.mark.parametrize("kind", [InADecorated, ByAProperty, ByAFunction, ByAStaticMethod])
+def test_packed_models_find_them_however_they_ask(kind: type[nn.Module]) -> None:
+    """Decorators, properties, static methods and functions are looked into too."""
+    model, x = kind().eval(), torch.randn(4, 8)
+    prepared = Quantizer(model, QuantizerConfig.presets.w8(execution_mode="eager")).prepare((x,))
+    packed = Artifact.from_model(prepared).packed_model(kind())
+    torch.testing.assert_close(packed(x), prepared.layer(x) * (8 * 8 + 8))
+
+
 def test_outside_the_forward_a_prepared_model_lists_everything() -> None:
     """Optimizers get the dense weights and state dicts keep the simulators, whatever the forward asks for."""
     x = torch.randn(6, 8)

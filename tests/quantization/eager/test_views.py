@@ -16,6 +16,12 @@ from bitwright._utils.insertion.torch_function.registered_optimizers_tracker imp
 )
 from bitwright._utils.insertion.torch_function.registered_optimizers_tracker import RegisteredOptimizersTracker
 from bitwright.errors import ConfigMatchWarning
+from bitwright.palettization import (
+    KMeansPalettizer,
+    KMeansPalettizerConfig,
+    ModuleKMeansPalettizerConfig,
+    PalettizationSpec,
+)
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization._eager.supported_ops_registry import EagerQuantizerSupportedOpsRegistry
 from bitwright.quantization.spec import PerBlockGranularity
@@ -97,6 +103,22 @@ def test_simulators_by_module():
     listed = [simulator for simulators in found.values() for simulator in simulators]
     assert len(listed) == len(set(listed)) == len(names_of(prepared))
     assert found["proj"][-1] is prepared.proj.linear_quantize_output_0
+
+
+def test_simulators_of_palettes_are_not_the_quantizers():
+    """A palettizer has simulators for its tables; no module's quantization decided about them."""
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(2, 16)
+    spec = PalettizationSpec(n_bits=2, lut_qspec=QuantizationSpec(dtype="int8"))
+    config = KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}))
+    palettizer = KMeansPalettizer(model, config)
+    palettizer.prepare((x,))
+    palettized = palettizer.finalize(backend="_torch")
+    module = ModuleQuantizerConfig(op_state_spec=None)
+    quantizer = Quantizer(palettized, QuantizerConfig(global_config=module, execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    found = quantizer._get_fake_quantize_modules()
+    assert set(found) == {"0"}
+    assert all(simulator in prepared[0].children() for simulator in found["0"])
 
 
 def test_which_modules_a_boundary_spec_reaches():

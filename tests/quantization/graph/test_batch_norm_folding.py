@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bitwright.artifact import Artifact, ArtifactError
 from bitwright.kernels import channel_scales
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization._graph import batch_norm
@@ -217,6 +218,68 @@ def test_one_weight_with_two_batch_norms_and_without() -> None:
     assert torch.equal(prepared(INPUTS[2]), finalized(INPUTS[2]))
     assert sqnr(model(INPUTS[2]), finalized(INPUTS[2])) > 30
     assert len({tuple(s.calculate_qparams()[0].flatten().tolist()) for s in simulators(finalized)}) == 3
+
+
+class Functional(nn.Module):
+    """A convolution without bias, called as a function, and its batch norm; with ``offset``, a sum with ``bias``."""
+
+    def __init__(self, offset: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 3, 3))
+        self.bn = nn.BatchNorm2d(6)
+        if offset:
+            self.bias = nn.Parameter(torch.full((6,), 5.0))
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.bn(F.conv2d(x, self.weight))
+        return y + self.bias.view(1, -1, 1, 1) if self.offset else y
+
+
+def test_a_parameter_that_is_called_bias_and_is_none_stays() -> None:
+    """The folded bias of a layer that has none takes another name where the module has a ``bias`` of its own."""
+    model, x = with_statistics(Functional(offset=True)).eval(), INPUTS[2]
+    quantizer = Quantizer(model, W8)
+    quantizer.prepare((x,))
+    finalized: Any = quantizer.finalize(backend="_torch")
+    assert sqnr(model(x), finalized(x)) > 30
+    assert torch.equal(finalized.bias, model.bias)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_artifacts_say_that_a_folded_bias_has_no_place(offset: bool) -> None:
+    """The model is not another one; nothing is written to it."""
+    model, x = with_statistics(Functional(offset)).eval(), INPUTS[2]
+    expected = model(x)
+    artifact = Artifact.from_model(Quantizer(model, W8).prepare((x,)))
+    for load in (artifact.load_into, artifact.packed_model):
+        with pytest.raises(ArtifactError, match="Batch norms were folded into layers"):
+            load(model)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("config", [W8, QuantizerConfig()])
+def test_a_half_precision_layer_without_bias_takes_a_float32_batch_norm(config: QuantizerConfig) -> None:
+    """The folded bias has the dtype of the layer's weight, also after a cast of the prepared model."""
+    model = with_statistics(nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6))).bfloat16().eval()
+    model[1].float()
+    x = INPUTS[2].bfloat16()
+    quantizer = Quantizer(model, config)
+    prepared = calibrated(quantizer, (x,))
+    finalized: Any = quantizer.finalize(backend="_torch")
+    assert sqnr(model(x), prepared(x)) > 25
+    assert torch.equal(finalized(x), prepared(x))
+    assert prepared.float()(x.float()).dtype == torch.float32
+
+
+def test_a_small_eps_is_not_lost_in_half_precision() -> None:
+    """A channel whose variance and eps are 0 in float16 is finite in the float model, and stays so."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, eps=1e-8)).half().eval()
+    model[1].running_var[1] = 0
+    x = INPUTS[2].half()
+    prepared = Quantizer(model, W8).prepare((x,))
+    assert sqnr(model(x), prepared(x)) > 25
+    assert prepared.train()(x).isfinite().all()
 
 
 def test_a_path_that_holds_the_word_weight() -> None:

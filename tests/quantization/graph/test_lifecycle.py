@@ -219,6 +219,14 @@ class TestModes:
         with pytest.raises(ValueError, match="not part of the model"):
             quantizer.enable_observer(nn.Linear(2, 2))
 
+    def test_switches_of_one_simulator(self, quantizer: Quantizer) -> None:
+        """A simulator of the prepared model is switched alone."""
+        prepared = quantizer.prepare((IMAGE,))
+        first, *others = simulators(prepared)
+        quantizer.disable_fake_quant(first)
+        assert not first.fake_quant_enabled.item()
+        assert all(simulator.fake_quant_enabled.item() for simulator in others)
+
     def test_torchaos_switches_work(self, quantizer: Quantizer) -> None:
         """``model.apply(torchao's enable_observer)`` reaches our simulators."""
         torchao = pytest.importorskip("torchao.quantization.pt2e")
@@ -296,6 +304,15 @@ class TestFinalize:
         assert not torch.equal(prepared(IMAGE), expected)
         assert quantizer._is_model_prepared(prepared)
         assert not quantizer._is_model_prepared(first)
+
+    def test_unknown_arguments_are_refused(self, quantizer: Quantizer) -> None:
+        """Misspelled ones were taken without a word."""
+        quantizer.prepare((IMAGE,))
+        finalize: Any = quantizer.finalize
+        with pytest.raises(TypeError, match="mmap_dri"):
+            finalize(backend="_torch", mmap_dri="x")
+        with pytest.raises(TypeError, match="positional"):
+            finalize(None, "_torch", "folder")
 
     def test_the_finalized_model_is_in_eval_mode(self) -> None:
         """Even if the prepared one is in training mode."""

@@ -114,6 +114,10 @@ def test_names_of_modules_and_types() -> None:
         ({"dtype": "float8_e4m3fn"}, "float8"),
         ({"qformulation": "minval"}, "minval"),
         ({"granularity": PerBlockGranularity(axis=1, block_size=2)}, "PerBlock"),
+        ({"fake_quantize_cls": "lsq"}, "LSQ"),
+        ({"range_calculator_cls": "mse"}, "MSE"),
+        ({"dtype": "uint8", "qscheme": "asymmetric", "float_range": (None, 6.0)}, "float_range.*one end"),
+        ({"granularity": PerChannelGranularity(axis=0), "float_range": (-6.0, 6.0)}, "float_range.*per channel"),
     ],
 )
 def test_what_pt2e_cannot_hold(fields: dict[str, Any], word: str) -> None:

@@ -296,6 +296,18 @@ def test_attributes_and_properties():
     assert FakeQuantizeConfig(torch.int4, PerBlockGranularity(axis=-1, block_size=32)).group_size == 32
 
 
+def test_attributes_are_read_in_any_spelling():
+    """What is assigned is what the constructor makes of it; unknown values are refused at once."""
+    config = FakeQuantizeConfig(torch.int4, "per_channel")
+    config.granularity, config.mapping_type, config.zero_point_domain = "per_token", "asymmetric", "int"
+    config.dtype = torch.int8
+    assert config == FakeQuantizeConfig(torch.int8, "per_token", "ASYMMETRIC")
+    assert config.to_spec() == FakeQuantizeConfig(torch.int8, "per_token", "ASYMMETRIC").to_spec()
+    for name, value in (("granularity", "per_row"), ("mapping_type", "odd"), ("dtype", torch.int16)):
+        with pytest.raises(ValueError, match=f"{value}|choose"):
+            setattr(config, name, value)
+
+
 def test_float8_configs_are_equal_as_torchaos_are():
     """By their arguments, also after a way through a spec or through torchao; and they say what they are."""
     config = Float8FakeQuantizeConfig(torch.float8_e5m2, "per_tensor", 0.5, 2.0)

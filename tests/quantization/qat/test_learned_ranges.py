@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bitwright.artifact import Artifact
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization._bits import set_dtype
 from bitwright.quantization.qat import parameter_groups
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, QuantizationComponentFactory
 
@@ -476,3 +477,106 @@ def test_a_forward_in_inference_mode_leaves_training_possible(mode, kind, where)
     learned = [p for name, p in prepared.named_parameters() if name.endswith((".scale", ".alpha"))]
     assert len(learned) == 4
     assert all(p.grad is not None for p in learned)
+
+
+def test_clipping_of_pact_does_not_depend_on_the_number_of_bits():
+    """Changing the bits to and fro changes the step alone."""
+    fq = make("pact", "activation", dtype="uint4").eval()
+    fq(torch.linspace(0, 4, 100))
+    calculator = fq.qparams_calculator
+    for dtype, levels in ((torch.uint8, 255), (torch.uint4, 15), (torch.uint6, 63)):
+        set_dtype(fq, dtype)
+        assert calculator.alpha.item() == 4
+        torch.testing.assert_close(calculator.get_qparams()[0], torch.tensor([4 / levels]))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_validation_forward_leaves_trained_parameters_alone(mode):
+    """Plain eval in training mode observes nothing once training has moved the steps; a new calibration does."""
+    torch.manual_seed(0)
+    quantizer = Quantizer(nn.Sequential(nn.Linear(8, 8)), QuantizerConfig.presets.w2a4(execution_mode=mode))
+    prepared = quantizer.prepare((tensor(0, (4, 8)),))
+    with quantizer.calibration_mode():
+        prepared(tensor(1, (4, 8)))
+    with quantizer.training_mode():
+        steps = [value for name, value in prepared.named_parameters() if name.endswith("scale")]
+        optimizer = torch.optim.SGD(steps, lr=0.01)
+        prepared(tensor(2, (4, 8))).square().sum().backward()
+        optimizer.step()
+        trained = copy.deepcopy(steps)
+        for model in (prepared, copy.deepcopy(prepared)):
+            model.eval()(tensor(3, (4, 8)))
+            found = [value for name, value in model.named_parameters() if name.endswith("scale")]
+            assert len(found) == len(trained) > 0
+            assert all(torch.equal(one, other) for one, other in zip(found, trained, strict=True))
+    with quantizer.calibration_mode():
+        prepared(tensor(4, (4, 8)))
+    assert not any(torch.equal(one, other) for one, other in zip(steps, trained, strict=True))
+
+
+@pytest.mark.parametrize("given", ["default", "static", "moving_average", "global_minmax"])
+def test_a_searched_range_is_that_of_all_calibration_batches(given):
+    """Also where the calculator that the learned one replaces asks for the ranges of single tensors."""
+    spec = {"range_calculator_cls": "mse", "qparam_calculator_cls": given}
+    fq = make("lsq_plus", "activation", **spec).eval()
+    for reach in (8.0, 1.0):
+        fq(torch.linspace(-reach, reach, 1000))
+    assert fq.qparams_calculator.scale.item() > 7.5 / 127.5
+
+
+@pytest.mark.parametrize("finder", ["minmax", "mse"])
+def test_an_unused_learned_calculator_is_neutral_in_merging(finder):
+    def seen(*seeds):
+        fq = make("lsq_plus", "activation", range_calculator_cls=finder).eval()
+        for seed in seeds:
+            fq(tensor(seed) * (8 if seed == 0 else 1))
+        return fq.qparams_calculator
+
+    into = seen()
+    into.merge(seen(0))
+    into.merge(seen(1))
+    direct = seen(0)
+    direct.merge(seen(1))
+    for one, other in zip(into.get_qparams(), direct.get_qparams(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bounds", [[-1.0, 1.0], [-1.0, None], [None, 1.0]])
+def test_the_step_of_lsq_begins_in_a_fixed_range(bounds):
+    """The larger of the fixed end and what is measured at the other one, as with a static calculator."""
+    learned = make("lsq", "activation", float_range=bounds).eval()
+    plain = make("default", "activation", float_range=bounds)
+    for fq in (learned, plain):
+        fq(tensor())
+    torch.testing.assert_close(learned.calculate_qparams()[0], plain.calculate_qparams()[0])
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+def test_a_module_that_is_called_twice_while_observing_runs_backward(kind):
+    """The second call finds the parameters anew, and the gradient of the first one is that of its own."""
+    fq = make(kind, "activation", dtype="uint4", qscheme="asymmetric").eval()
+    z = tensor(0, (4, 8)).requires_grad_()
+    (fq(z) + fq(2 * z)).sum().backward()
+    assert z.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in fq.parameters())
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_state_without_parameters_has_them_found_anew(kind, training):
+    fq = make(kind, "activation", dtype="uint4", qscheme="asymmetric").train(training)
+    fresh, state = copy.deepcopy(fq), copy.deepcopy(fq.state_dict())
+    for seed in range(2):
+        fq(tensor(seed) * 10)
+    fq.load_state_dict(state)
+    assert torch.equal(fq(tensor(3)), fresh(tensor(3)))
+
+
+def test_assigned_states_of_half_precision_become_float32():
+    fq = make("lsq_plus", "activation").eval()
+    fq(tensor())
+    state = {name: value.half() if value.is_floating_point() else value for name, value in fq.state_dict().items()}
+    fq.load_state_dict(state, assign=True)
+    assert {p.dtype for p in fq.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in fq.parameters())
+    assert state["qparams_calculator.scale"].dtype == torch.float16

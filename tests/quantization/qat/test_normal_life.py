@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.quantization import Quantizer
+from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization._averages import refuse_averaged_buffers
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.qat import DistillationLoss
@@ -483,3 +483,57 @@ def test_distillation_of_layers():
         DistillationLoss(student, teacher, layers=["9"])
     with pytest.raises(ValueError, match="temperature"):
         DistillationLoss(student, teacher, temperature=0)
+
+
+def test_a_refused_distillation_leaves_both_models_alone():
+    """A layer that the teacher lacks is found before the teacher changes its mode and the student has hooks."""
+    student, teacher = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3)).train()
+    with pytest.raises(ValueError, match="are not modules"):
+        DistillationLoss(student, teacher, layers=["1"])
+    assert teacher.training
+    assert not student[1]._forward_hooks
+
+
+def test_a_second_loss_of_one_output_names_the_layers():
+    student, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.randn(2, 4)
+    loss = DistillationLoss(student, copy.deepcopy(student), layers=["0"])
+    output = student(x)
+    loss(output, x)
+    with pytest.raises(RuntimeError, match=r"layers \['0'\] have given no output since the last loss"):
+        loss(output, x)
+    assert loss(student(x), x).item() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_drops_weights_in_training_alone(mode, training):
+    """In evaluation ``nn.MultiheadAttention`` calls attention without dropout, and a graph showed no trace of it."""
+    torch.manual_seed(0)
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)
+    model.self_attn.dropout = 0.5
+    quantizer = Quantizer(model.train(training), QuantizerConfig.presets.w8(execution_mode=mode))
+    prepared = quantizer.prepare((x,)).eval()
+    assert torch.equal(prepared(x), prepared(x))
+    with quantizer.training_mode():
+        assert not torch.equal(prepared(x), prepared(x))
+    assert torch.equal(prepared(x), prepared(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("training", [False, True])
+def test_instance_norms_follow_the_mode(mode, training):
+    """With running statistics they use them in evaluation, and move them in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, track_running_stats=True)).train(training)
+    x = torch.randn(2, 3, 4, 4)
+    expected = copy.deepcopy(model)
+    quantizer = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode))
+    prepared = quantizer.prepare((x,))
+    with quantizer.training_mode():
+        quantizer.disable_fake_quant()
+        torch.testing.assert_close(prepared(x), expected.train()(x))
+        quantizer.enable_fake_quant()
+    torch.testing.assert_close(model[1].running_mean, expected[1].running_mean, rtol=0.05, atol=0.01)
+    prepared.eval()
+    quantizer.disable_fake_quant()
+    torch.testing.assert_close(prepared(x), expected.eval()(x))

@@ -12,8 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.config.spec import CompressionTargetTensor
-from bitwright.quantization import ModuleQuantizerConfig, Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization._bits import set_dtype
 from bitwright.quantization.config import QATSchedule
+from bitwright.quantization.qat import FakeQuantizeConfig
+from bitwright.quantization.spec import QuantizationComponentFactory
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .networks import MODES, ConvNet, images, make_config
@@ -126,7 +129,7 @@ def test_bits_follow_the_steps(mode):
     wide = [(s.calculate_qparams()[0] * 255).clone() for s in simulators(prepared)]
     with pytest.warns(UserWarning, match="least_bits at step 0"):
         finalized = quantizer.finalize(backend="_torch")
-    for simulator, span in zip(simulators(prepared), wide, strict=True):
+    for simulator, span in zip(simulators(finalized), wide, strict=True):
         assert simulator.n_bits == 4
         torch.testing.assert_close(simulator.calculate_qparams()[0] * 15, span)
     assert finalized.eval()(images()[0]).isfinite().all()
@@ -349,6 +352,52 @@ class TwoNames(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+@pytest.mark.filterwarnings("error:.*different qat_schedules")
+def test_a_warning_about_schedules_that_is_an_error_leaves_the_model_alone():
+    entries = {
+        name: ModuleQuantizerConfig(
+            op_input_spec=None, op_output_spec=None, qat_schedule=QATSchedule(enable_fake_quant=start)
+        )
+        for name, start in (("first", 2), ("second", 4))
+    }
+    model = TwoNames()
+    config = QuantizerConfig(global_config=None, module_name_configs=entries, execution_mode="eager")
+    with pytest.raises(UserWarning, match="different qat_schedules"):
+        Quantizer(model, config).prepare((torch.randn(3, 5),))
+    assert type(model.first) is nn.Linear
+    assert [name for name, _ in model.named_parameters()] == ["first.weight"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_finalizing_that_fails_leaves_the_bits_of_the_schedule(mode, learned):
+    """A backend without dynamic activations refuses; in graph mode the prepared model stays what it is anyway."""
+    torch.manual_seed(0)
+    dynamic = QuantizationSpec(dtype="int8", qparam_calculator_cls="dynamic")
+    weight = QuantizationSpec(dtype="int4", **({"fake_quantize_cls": "lsq"} if learned else {}))
+    module = ModuleQuantizerConfig(
+        op_input_spec={"*": dynamic},
+        op_output_spec=None,
+        op_state_spec={"weight": weight},
+        qat_schedule=QATSchedule(least_bits={0: 8, 10: 4}),
+    )
+    x = torch.randn(2, 8)
+    quantizer = Quantizer(nn.Linear(8, 8).eval(), QuantizerConfig(global_config=module, execution_mode=mode))
+    prepared = quantizer.prepare((x,))
+    with quantizer.training_mode():
+        prepared(x)
+        quantizer.step()
+    expected, states = prepared.eval()(x), copy.deepcopy(prepared.state_dict())
+    with pytest.warns(UserWarning, match="trained with more bits"), pytest.raises(NotImplementedError):
+        quantizer.finalize(backend="coreml")
+    assert torch.equal(prepared(x), expected)
+    assert all(torch.equal(state, states[name]) for name, state in prepared.state_dict().items())
+    with pytest.warns(UserWarning, match="trained with more bits"):
+        finalized = quantizer.finalize(backend="_torch")
+    assert not torch.equal(finalized(x), expected)
+    assert torch.equal(prepared(x), expected if mode == "graph" else finalized(x))
+
+
 def test_a_weight_with_two_schedules_follows_its_first_module():
     """A warning names both modules; the schedule of the one that comes first in the model is applied."""
     weight_only = {"op_input_spec": None, "op_output_spec": None}
@@ -370,3 +419,33 @@ def test_a_weight_with_two_schedules_follows_its_first_module():
             quantizer.step()
     assert states == [0, 0, 1, 1]
     assert quantizer._step_count == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint4])
+def test_more_bits_keep_the_range_of_a_float_domain(dtype):
+    """There a zero point is the value in the middle of the range, as in torchao."""
+    simulator = FakeQuantizeConfig(
+        dtype,
+        "per_channel",
+        "ASYMMETRIC",
+        zero_point_domain="FLOAT",
+        zero_point_precision=torch.float32,
+        is_dynamic=False,
+    ).build()
+    weight = torch.linspace(-1, 3, 32).reshape(2, 16)
+    torch.testing.assert_close(simulator(weight), weight)
+    simulator.disable_observer()
+    set_dtype(simulator, torch.int8 if dtype.is_signed else torch.uint8)
+    torch.testing.assert_close(simulator(weight), weight)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_more_bits_keep_the_range_of_minval(dtype):
+    """It is not moved to where zero would be a code."""
+    spec = QuantizationSpec(dtype=dtype, qscheme="asymmetric", qformulation="minval")
+    simulator = QuantizationComponentFactory.create_fake_quantizer(spec, CompressionTargetTensor.WEIGHT)
+    ends = torch.tensor([[-1.0, 1.7]])
+    torch.testing.assert_close(simulator(ends), ends)
+    simulator.disable_observer()
+    set_dtype(simulator, getattr(torch, dtype.replace("2", "8")))
+    torch.testing.assert_close(simulator(ends), ends)

@@ -17,6 +17,7 @@ from bitwright.quantization.spec import (
     MovingAverageQParamsCalculator,
     PerBlockGranularity,
     PerChannelGranularity,
+    PerTensorGranularity,
     QParamsCalculatorBase,
     QuantizationComponentFactory,
     QuantizationSpec,
@@ -175,6 +176,36 @@ def test_extra_fields_reach_all_three_constructors() -> None:
     assert Spec(**spec.model_dump()) == spec
 
 
+@pytest.mark.parametrize("kind", ["minmax", "mse"])
+def test_a_field_may_have_the_name_of_the_whole_spec(kind: str) -> None:
+    class Named(QuantizationSpec):
+        spec: str = "mine"
+
+    quantizer = Factory.create_fake_quantizer(Named(range_calculator_cls=kind), ACTIVATION)
+    assert quantizer(torch.tensor([-1.0, 1.0])).shape == (2,)
+
+
+def test_simulators_do_not_share_the_range_of_their_spec() -> None:
+    spec = QuantizationSpec()
+    quantizer = Factory.create_fake_quantizer(spec, ACTIVATION)
+    quantizer.qparams_calculator.float_range[1] = 6.0
+    assert spec == QuantizationSpec()
+
+
+@pytest.mark.parametrize("calculator", ["static", "dynamic", "moving_average"])
+def test_shapes_that_do_not_fit_are_reported_with_the_tensors_name(calculator: str) -> None:
+    spec = QuantizationSpec(qparam_calculator_cls=calculator, granularity=PerChannelGranularity(axis=2))
+    quantizer = Factory.create_fake_quantizer(spec, ACTIVATION)
+    quantizer.tensor_fqn = "block.linear.input"
+    for _ in range(3):
+        quantizer(torch.randn(2, 8, 4))
+    with pytest.raises(ValueError, match=r"^block\.linear\.input: axis 2 is out of bounds"):
+        quantizer(torch.randn(8, 4))
+    quantizer.disable_observer()
+    with pytest.raises(ValueError, match=r"^block\.linear\.input: axis 2 is out of bounds"):
+        quantizer(torch.randn(8, 4))
+
+
 def test_missing_required_argument_of_a_users_class_is_a_type_error() -> None:
     @FakeQuantizeImplBase.register("needs_more")
     class Simulator(_DefaultFakeQuantizeImpl):
@@ -293,3 +324,14 @@ def test_range_calculator_of_a_user_may_return_any_shape() -> None:
     quantizer = Factory.create_fake_quantizer(spec, WEIGHT)
     quantizer(torch.randn(3, 4, 5))
     assert quantizer.qparams_calculator.scale.shape == (3, 2, 1)
+
+
+@pytest.mark.parametrize("target", [WEIGHT, ACTIVATION])
+def test_a_replaced_granularity_is_that_of_the_simulator_too(target: Any) -> None:
+    partial = Factory.create_fake_quantizer_partial(QuantizationSpec(), target)
+    changed = Factory.reconstruct_partial_qparams_calculator(partial, granularity=PerChannelGranularity(axis=0))
+    spec = QuantizationSpec(granularity=PerChannelGranularity(axis=0))
+    x = torch.tensor([[1.0, 2.0], [100.0, 200.0]])
+    for _ in range(3):
+        assert torch.equal(changed()(x), Factory.create_fake_quantizer(spec, target)(x))
+    assert partial().granularity == PerTensorGranularity()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.quantization import QuantizationSpec
-from bitwright.quantization.spec import PerChannelGranularity, QuantizationComponentFactory
+from bitwright.quantization.spec import PerChannelGranularity, QuantizationComponentFactory, observers
 from bitwright.quantization.spec._histogram import Histogram
 
 KINDS = ("percentile", "mse", "histogram")
@@ -238,6 +238,22 @@ def test_a_number_is_a_tensor_of_one_element(kind, calculator):
         number.disable_observer()
         row.disable_observer()
         assert number(torch.tensor(3.0)) == row(torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_blocks_are_searched_as_by_one_histogram_of_all(kind, monkeypatch):
+    """Only some are counted at a time, and none where the elements themselves are searched."""
+    blocks = gaussian(300 * 8).reshape(300, 8) ** 3
+    finder = make("weight", dtype="int4", range_calculator_cls=kind).qparams_calculator.range_calculator
+    finder.granularity = PerChannelGranularity(axis=0)
+    whole = finder._search(Histogram.of(blocks)) if kind != "mse" else finder(blocks)
+    counted, of = [], Histogram.of
+    monkeypatch.setattr(observers, "_SEARCH_ELEMENTS", 70 * Histogram.bins_for(300))
+    monkeypatch.setattr(Histogram, "of", lambda part, bins=None: counted.append(len(part)) or of(part, bins))
+    low, high = finder(blocks)
+    assert counted == ([] if kind == "mse" else [70, 70, 70, 70, 20])
+    assert torch.equal(low.flatten(), whole[0].float().flatten())
+    assert torch.equal(high.flatten(), whole[1].float().flatten())
 
 
 def test_entropy_needs_even_codes():

@@ -369,3 +369,76 @@ def test_registry_lists_what_specs_may_name() -> None:
     assert {"default", "static", "dynamic", "moving_average", "global_minmax"} <= set(
         QParamsCalculatorBase.list_registry_keys()
     )
+
+
+@pytest.mark.parametrize("name", ["moving_average", "global_minmax"])
+def test_a_restart_takes_the_dtype_of_the_next_tensor(name: str) -> None:
+    """A range that began in half precision, with example inputs, holds what a float32 model computes."""
+    found = calculator(qparam_calculator_cls=name)
+    found(torch.tensor([-1.0, 1.0]).half())
+    found.reset_statistics()
+    found.float()
+    found(torch.tensor([-1e5, 1e5]))
+    assert found.running_max.dtype == torch.float32
+    assert (float(found.running_min), float(found.running_max)) == (-1e5, 1e5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_unused_calculator_is_neutral_in_merging(dtype: torch.dtype) -> None:
+    """What it took over counts with the number of tensors behind it, in their dtype."""
+    ones, threes = ([torch.tensor([-v, v], dtype=dtype)] * 100 for v in (1.0, 3.0))
+    into, direct = observed("moving_average", []), observed("moving_average", ones)
+    into.merge(observed("moving_average", ones))
+    for found in (into, direct):
+        found.merge(observed("moving_average", threes))
+        assert bits_equal(found.running_max, torch.tensor([0.0, 2.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["default", "lsq_plus"])
+@pytest.mark.parametrize("float_range", [[-10.0, None], [None, 10.0]])
+def test_merged_searched_ranges_keep_a_fixed_end(name: str, float_range: list[float | None]) -> None:
+    def seen() -> Any:
+        fields = {"range_calculator_cls": "percentile", "qscheme": "asymmetric", "float_range": float_range}
+        found = calculator(qparam_calculator_cls=name, **fields).eval()
+        found(torch.linspace(-1, 1, 100))
+        return found
+
+    merged, alone = seen(), seen()
+    merged.merge(seen())
+    torch.testing.assert_close(merged.get_qparams(), alone.get_qparams())
+    assert float(merged.get_qparams()[0].detach()) > 10 / 255
+
+
+def test_accumulated_ranges_need_a_range_calculator_that_accumulates() -> None:
+    with pytest.raises(ValueError, match=r"MinMaxRangeCalculator keeps .* latest one alone. Use .*'global_minmax'"):
+        calculator(qparam_calculator_cls="accumulated")
+    calculator(qparam_calculator_cls="accumulated", range_calculator_cls="percentile")
+    calculator(WEIGHT, qparam_calculator_cls="accumulated")
+
+
+@pytest.mark.parametrize("float_range", [[None, 70000.0], [-70000.0, None]])
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+def test_a_fixed_end_beyond_half_precision_is_kept(float_range: list[Any], scheme: str) -> None:
+    """The parameters are those of a float32 tensor of the same values."""
+    x = torch.tensor([-500.0, 1.0, 500.0]).half()
+    found, expected = (calculator(float_range=float_range, qscheme=scheme)(values) for values in (x, x.float()))
+    assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["static", "moving_average", "global_minmax"])
+def test_a_state_of_nothing_seen_is_that(name: str) -> None:
+    """Loading it has the next tensor begin anew."""
+    found, fresh = observed(name, [torch.randn(3, 5)]), observed(name, [])
+    found.load_state_dict(copy.deepcopy(fresh.state_dict()))
+    assert not found._initialized
+    x = torch.randn(4, 5)
+    assert all(torch.equal(a, b) for a, b in zip(found(x), fresh(x), strict=True))
+
+
+def test_assigned_states_of_half_precision_are_cast_back() -> None:
+    found = observed("moving_average", [torch.randn(3, 5)])
+    state = {name: value.half() if value.is_floating_point() else value for name, value in found.state_dict().items()}
+    found.load_state_dict(state, assign=True)
+    dtypes = {name: value.dtype for name, value in found.state_dict().items()}
+    assert dtypes.pop("zero_point") == torch.int32
+    assert set(dtypes.values()) == {torch.float32}

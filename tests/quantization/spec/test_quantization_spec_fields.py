@@ -322,6 +322,18 @@ def test_subclass_fields_are_extra_arguments() -> None:
     assert spec != Extended(epsilon=0.25, dtype="int4")
 
 
+def test_specs_with_sets_are_hashable() -> None:
+    class Tagged(QuantizationSpec):
+        tags: set[str]
+
+    assert hash(Tagged(tags={"a", "b"})) == hash(Tagged(tags={"b", "a"}))
+
+
+def test_a_range_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="float_range entries must be finite"):
+        QuantizationSpec(float_range=[-(10**400), 1])
+
+
 def test_spec_and_its_equal_subclass_instance_differ() -> None:
     class Same(QuantizationSpec):
         pass

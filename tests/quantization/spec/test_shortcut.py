@@ -78,6 +78,7 @@ CHANGES: dict[str, Change] = {
     "frozen": lambda s: s.set_export_mode(True),
     "range fixed": lambda s: setattr(s.qparams_calculator, "float_range", (-0.5, 0.5)),
     "constant": lambda s: setattr(s.qparams_calculator, "averaging_constant", 0.9),
+    "calculator's bounds": lambda s: s.qparams_calculator.__dict__.update(quant_min=-8, quant_max=7),
     "evaluation": lambda s: s.eval(),
     "double": lambda s: s.double(),
 }

@@ -7,17 +7,11 @@ that goes over its children, as that of ``nn.Sequential`` does, would call them 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import FunctionType
 from typing import Any
-
-from torch import nn
 
 from bitwright._utils.call_frames import thread_frames
 
-__all__ = ["Children", "goes_over_children"]
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_WAYS = frozenset({"children", "named_children", "modules", "named_modules", "_modules"})
+__all__ = ["Children"]
 
 
 class Children(dict[str, Any]):
@@ -57,10 +51,3 @@ class Children(dict[str, Any]):
 
     def items(self) -> Any:
         return self._shown().items()
-
-
-def goes_over_children(module: nn.Module) -> bool:
-    """Whether a module may go over its children in its forward: as a container, or by a method that asks for them."""
-    own = (member for cls in type(module).__mro__ if cls is not nn.Module for member in vars(cls).values())
-    codes = (member.__code__ for member in own if isinstance(member, FunctionType))
-    return isinstance(module, _CONTAINERS) or any(not _WAYS.isdisjoint(code.co_names) for code in codes)

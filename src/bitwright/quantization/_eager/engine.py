@@ -13,7 +13,7 @@ from bitwright.common import ExportBackend
 from bitwright.config.matching import resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.errors import TraceError, UnplannedCallWarning
-from bitwright.planning import Plan
+from bitwright.planning import Placement, Plan
 from bitwright.planning.eager import plan_eager_quantization
 from bitwright.planning.simulated_states import trace_weights
 from bitwright.planning.unusable_weights import refuse_quantized, refuse_unusable, tensors_needed
@@ -54,7 +54,7 @@ class EagerEngine(Engine):
         insertion = Insertion(self.model, self.program, plan, resolve_module_rules(self.config, self.model))
         try:
             _initialise(self.model, insertion, example, self._stacks)
-        except Exception:
+        except BaseException:
             insertion.revert()
             raise
         placements = {id(simulator): placement for simulator, placement in insertion.simulators}
@@ -63,14 +63,19 @@ class EagerEngine(Engine):
             if placement is None:
                 continue
             self._paths[name] = placement.module_path
-            if placement.state is not None and len(placement.state.owners) > 1:
-                owners = [path for path, _ in placement.state.owners]
-                self._owners[name] = tuple(dict.fromkeys([*owners, placement.module_path]))
+            self._owners[name] = self.served_by(placement)
         return self.model
 
-    def owners_of(self, name: str) -> tuple[str, ...]:
+    def served_by(self, placement: Placement) -> tuple[str, ...]:
         """Return all modules that own a tied weight, and the one whose configuration decided."""
-        return self._owners.get(name) or super().owners_of(name)
+        if placement.state is None or len(placement.state.owners) < 2:
+            return super().served_by(placement)
+        owners = [path for path, _ in placement.state.owners]
+        return tuple(dict.fromkeys([*owners, placement.module_path]))
+
+    def owners_of(self, name: str) -> tuple[str, ...]:
+        """Return those of the last ``insert``."""
+        return self._owners[name]
 
     def module_paths(self) -> Mapping[str, str]:
         """Return the paths of the last ``insert``."""

@@ -20,7 +20,7 @@ from bitwright.program import ModuleCall, Op, Program
 from bitwright.quantization.spec import QuantizationComponentFactory, QuantizationSpec, RunningRangeMixin
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .children import Children, goes_over_children
+from .children import Children
 from .interception import CallSites, CallTable, FrameScope, OpScope, ShieldScope, UnreachedScope
 from .unreached import unreached_modules
 
@@ -70,7 +70,7 @@ class Insertion:
             listed, readers = ([self._modules[path] for path in paths] for paths in (program.listed, program.readers))
             self._undo += list_own_states(listed, readers)
             self._keep_off_the_fast_path()
-        except Exception:
+        except BaseException:
             self.revert()
             raise
 
@@ -102,7 +102,11 @@ class Insertion:
         if isinstance(calculator, RunningRangeMixin):
             calculator.tensors_per_step = self._program.calls[op.module_path].times
         simulator.tensor_fqn = f"{op.module_path}.{child}" if op.module_path else child
-        module.add_module(child, simulator)
+        # Not add_module: it refuses a name that a wrapper finds in a prepared module inside it.
+        if child in {*module.__dict__, *module._parameters, *module._buffers, *module._modules}:
+            where = op.module_path or type(module).__name__
+            raise ValueError(f"{where!r} has an attribute {child!r} already; a simulator takes that name. Rename it.")
+        module._modules[child] = simulator
         self._undo.append(lambda: module._modules.pop(child, None))
         if not self._wrap_single_op(module, self._program.calls[op.module_path], site, child):
             self._add_to_table(op, site, child)
@@ -145,8 +149,6 @@ class Insertion:
         """Keep a simulator from a forward that goes over the module's children."""
         children = module._modules
         if not isinstance(children, Children):
-            if not goes_over_children(module):
-                return
             module._modules = children = Children(children)
             self._undo.append(lambda: setattr(module, "_modules", dict(module._modules)))
         children.hidden.add(child)

@@ -393,6 +393,8 @@ def _replace_output(result: Any, index: int, simulate: Any) -> Any:
         changed = [*result[:index], simulate(result[index]), *result[index + 1 :]]
         if hasattr(result, "_fields"):
             return type(result)(*changed)
+        if hasattr(result, "n_fields"):  # what torch.topk and its like return takes one sequence
+            return type(result)(changed)
         return tuple(changed) if isinstance(result, tuple) else changed
     return result
 

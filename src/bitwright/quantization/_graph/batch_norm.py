@@ -73,8 +73,8 @@ class FoldLayout:
         return _scale(gamma, self.deviation(var))
 
     def deviation(self, var: torch.Tensor) -> torch.Tensor:
-        """Return ``sqrt(var + eps)``."""
-        return torch.sqrt(var + self.eps)
+        """Return ``sqrt(var + eps)``, in float32 at least: a small ``eps`` is 0 in half precision."""
+        return torch.sqrt(_widened(var) + self.eps)
 
     @staticmethod
     def divisible_scale(gamma: torch.Tensor | None, deviation: torch.Tensor) -> torch.Tensor:
@@ -91,10 +91,14 @@ class FoldLayout:
         scale: torch.Tensor,
     ) -> torch.Tensor:
         """Return ``operation`` of a weight and the scale of its output channels, in the weight's shape and dtype."""
-        scale = scale.reshape(self.weight_shape).to(weight.dtype)
+        scale = scale.reshape(self.weight_shape)
         if self.split_shape is None:
-            return operation(weight, scale)
-        return operation(weight.reshape(self.split_shape), scale).reshape(weight.shape)
+            return operation(weight, scale).to(weight.dtype)
+        return operation(weight.reshape(self.split_shape), scale).reshape(weight.shape).to(weight.dtype)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _scale(gamma: torch.Tensor | None, deviation: torch.Tensor) -> torch.Tensor:
@@ -236,11 +240,14 @@ class BiasFold(_Fold):
     Args:
         layout: where the scale lies.
         target: dotted name of the bias, which the layer may not have had before.
+        dtype: of the layer's weight, which a layer without bias computes in.
     """
 
-    def __init__(self, layout: FoldLayout, target: str) -> None:
+    def __init__(self, layout: FoldLayout, target: str, dtype: torch.dtype) -> None:
         super().__init__(layout)
         self.target = target
+        self.like_weight: torch.Tensor
+        self.register_buffer("like_weight", torch.empty(0, dtype=dtype), persistent=False)  # casts reach it
 
     def forward(
         self,
@@ -253,10 +260,10 @@ class BiasFold(_Fold):
         """Return ``b'``; in training the bias as it is."""
         if self.training:
             return bias
-        shift = -mean if bias is None else bias - mean
+        shift = -mean if bias is None else _widened(bias) - mean
         folded = shift * self.layout.scale(gamma, var)
         folded = folded if beta is None else folded + beta
-        return folded.to(mean.dtype if bias is None else bias.dtype)
+        return folded.to(self.like_weight.dtype if bias is None else bias.dtype)
 
 
 class OutputFold(nn.Module):

@@ -112,8 +112,9 @@ class GraphEngine(Engine):
         refuse_unusable("Quantizer", tensors_needed(plan, self.program))
         self._captured = None
         insertion = GraphInsertion(module, self.program, decisions)
+        attentions = [(p, m) for p, m in self.model.named_modules() if isinstance(m, nn.MultiheadAttention)]
         with collector_paused():
-            insertion.run()
+            insertion.run({path: attention.dropout for path, attention in attentions})
             annotate(module, decisions)
             with blaming_inputs(self.model, example.args, example.kwargs):  # a capture does not read indices
                 with magnitudes_seen(module) as seen:

@@ -98,25 +98,43 @@ class _Folder:
         sources = tuple(self._source(argument) for argument in node.args)
         key = (fold.target, fold.layout, *sources)
         if key not in self.names:
-            self.names[key] = self._store(fold.target, constant, set(node.all_input_nodes))
+            self.names[key] = self._store(fold.target, constant, sources[0])
         with self.graph.inserting_before(node):
             replacement = self.graph.get_attr(self.names[key])
         replacement.meta = dict(node.meta)
         node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
-    def _store(self, target: str, constant: torch.Tensor, sources: set[fx.Node]) -> str:
-        """Keep a folded tensor under the layer's own name, or beside it if somebody else reads what stands there."""
-        raw = [node for node in self.graph.find_nodes(op="get_attr", target=target) if node in sources]
-        shared = any(not str(user.target).startswith(FOLDS) for node in raw for user in node.users)
+    def _store(self, target: str, constant: torch.Tensor, raw: str) -> str:
+        """Keep a folded tensor under the layer's own name, or beside it if something else stands or is read there.
+
+        Args:
+            target: the layer's own name.
+            constant: the folded tensor.
+            raw: name of the tensor that was folded, empty if there was none.
+        """
         name, number = target, 0
-        while name in self.names.values() or (shared and number == 0):
+        while name in self.names.values() or not (self._is_free(name) or (name == raw and not self._is_shared(raw))):
             number += 1
             name = f"{target}_folded_{number}"
         path, _, attribute = name.rpartition(".")
         container = self.module.get_submodule(path)
         container._parameters[attribute] = nn.Parameter(constant.detach(), requires_grad=False)
         return name
+
+    def _is_free(self, name: str) -> bool:
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.module.get_submodule(path), attribute, None) is None
+
+    def _is_shared(self, raw: str) -> bool:
+        """Whether others than folds read a tensor, directly or behind simulators."""
+        readers = [user for node in self.graph.find_nodes(op="get_attr", target=raw) for user in node.users]
+        for reader in readers:
+            if _calls_simulator(self.module, reader):
+                readers += reader.users
+            elif not str(reader.target).startswith(FOLDS):
+                return True
+        return False
 
     def _source(self, argument: Any) -> str:
         while argument is not None and argument.op == "call_module":  # a simulator on a bias

@@ -182,7 +182,8 @@ def _rewrite(module: TracedGraphModule, layer: fx.Node, norm: fx.Node, parts: _P
         weight_fold = WeightFold(parts.layout, weight_name)
         weight = call("weight", weight_fold, (parts.weight, parts.gamma, parts.var), layer)
         statistics = (parts.gamma, parts.beta, parts.mean, parts.var)
-        bias = call("bias", BiasFold(parts.layout, bias_name), (parts.bias, *statistics), layer)
+        bias_fold = BiasFold(parts.layout, bias_name, _tensor(module, parts.weight).dtype)
+        bias = call("bias", bias_fold, (parts.bias, *statistics), layer)
     weight.meta["val"], bias.meta["val"] = parts.weight.meta.get("val"), parts.mean.meta.get("val")
     with graph.inserting_before(norm):
         fold = OutputFold(parts.layout.eps, parts.momentum)

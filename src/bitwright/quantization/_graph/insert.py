@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -67,8 +67,8 @@ class GraphInsertion:
     _stacked: set[str] = field(default_factory=set)
     _names: dict[nn.Module, str] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Insert everything that is planned."""
+    def run(self, attention_dropout: Mapping[str, float]) -> None:
+        """Insert everything that is planned; see ``install_mode_ops`` for the argument."""
         for placement in self.decisions.plan.placements:
             if placement.state is not None:
                 self._states[id(placement.state)] = placement
@@ -90,7 +90,7 @@ class GraphInsertion:
                 if id(value) in self._producers:
                     self._insert_output(value, self._producers[id(value)])
         unfold_weights(self.module, self._folds.values())
-        install_mode_ops(self.module)
+        install_mode_ops(self.module, attention_dropout)
         self.module.recompile()
 
     def join_ranges(self) -> None:

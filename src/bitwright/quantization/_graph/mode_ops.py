@@ -22,6 +22,9 @@ __all__ = ["AttentionOp", "BatchNormOp", "ModeOp", "batch_counter", "install_mod
 
 CONTAINER = "training_ops"
 
+_BATCH_NORM = "aten::batch_norm"
+_INSTANCE_NORM = "aten::instance_norm"
+_ATTENTION = "aten::scaled_dot_product_attention"
 # Name of the argument that says "training", by op.
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,10 +35,9 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         },
         **{f"aten::{name}": "train" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
         **{f"aten::{name}": "training" for name in ("rrelu", "rrelu_")},
+        _INSTANCE_NORM: "use_input_stats",
     }
 )
-_BATCH_NORM = "aten::batch_norm"
-_ATTENTION = "aten::scaled_dot_product_attention"
 
 
 class ModeOp(nn.Module):
@@ -120,18 +122,26 @@ class BatchNormOp(nn.Module):
         )
 
 
-def install_mode_ops(module: TracedGraphModule) -> None:
-    """Replace the ops of ``module`` that depend on the mode by modules in the mode that was captured."""
+def install_mode_ops(module: TracedGraphModule, attention_dropout: Mapping[str, float]) -> None:
+    """Replace the ops of ``module`` that depend on the mode by modules in the mode that was captured.
+
+    Args:
+        module: the captured graph.
+        attention_dropout: of the modules that drop attention weights in training only, by path: in evaluation they
+            call attention without, and no argument of it shows.
+    """
     for node in list(module.graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = node.target._schema.name
+        if name == _INSTANCE_NORM and _argument(node, "running_mean", None) is None:
+            continue  # always normalises by the input
         if name in _FLAGS:
             _install_flagged(module, node, _FLAGS[name])
         elif name == _BATCH_NORM:
             _install_batch_norm(module, node)
-        elif name == _ATTENTION and float(_argument(node, "dropout_p", 0.0)) > 0.0:
-            _install_attention(module, node)
+        elif name == _ATTENTION:
+            _install_attention(module, node, attention_dropout)
 
 
 def _install_flagged(module: TracedGraphModule, node: fx.Node, flag: str) -> None:
@@ -174,9 +184,14 @@ def batch_counter(module: TracedGraphModule, running_mean: Any) -> fx.Node | Non
     return known
 
 
-def _install_attention(module: TracedGraphModule, node: fx.Node) -> None:
-    replacement = AttentionOp(float(_argument(node, "dropout_p", 0.0)))
-    replacement.training = True
+def _install_attention(module: TracedGraphModule, node: fx.Node, in_training: Mapping[str, float]) -> None:
+    captured = float(_argument(node, "dropout_p", 0.0))
+    path, _ = next(reversed((node.meta.get("nn_module_stack") or {"": ("", None)}).values()))
+    dropout = captured or in_training.get(path.partition("@")[0], 0.0)  # further calls of a module are path@1, ...
+    if dropout == 0.0:
+        return
+    replacement = AttentionOp(dropout)
+    replacement.training = captured > 0.0
     names = schema_names(node.target)
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     given.pop("dropout_p", None)

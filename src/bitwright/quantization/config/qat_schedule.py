@@ -70,6 +70,11 @@ class QATSchedule(StrictModel):
                 raise ValueError(f"least_bits[{step}] is {bits}; codes have 1 to 8 bits.")
         return self
 
+    def __hash__(self) -> int:
+        fields = dict(self)
+        bits = fields.pop("least_bits") or {}
+        return hash((*fields.values(), frozenset(bits.items())))
+
     @property
     def _leaves_observers(self) -> bool:
         """Whether nothing is said about observers."""

@@ -121,7 +121,11 @@ class QuantizerConfig(CompressionConfig[ModuleQuantizerConfig]):
         Raises:
             ValueError: there is no such mode, or this config cannot be used with it; this object is as it was.
         """
-        self.execution_mode = ExecutionMode(mode)
+        try:
+            known = ExecutionMode(mode)
+        except ValueError as error:
+            raise ValueError(f"{error}. {InvalidExecutionModeError(mode)}") from None
+        self.execution_mode = known
         return self
 
 

@@ -56,18 +56,20 @@ class DistillationLoss(nn.Module):
             raise ValueError(f"temperature must be positive, got {temperature!r}.")
         self.temperature = temperature
         self.layers = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers, 1.0)
-        self._teacher = [teacher.eval()]
         self._logits = _find_logits if logits is None else logits
         self._seen: dict[str, torch.Tensor] = {}
         self._wanted: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        for model, store in ((student, self._seen), (teacher, self._wanted)):
-            modules = dict(model.named_modules())
+        stores = ((student, self._seen), (teacher, self._wanted))
+        found = [(dict(model.named_modules()), store) for model, store in stores]
+        for modules, _ in found:
             missing = [name for name in self.layers if name not in modules]
             if missing:
                 raise ValueError(
-                    f"layers {missing} are not modules of the {type(model).__name__}; see its named_modules()."
+                    f"layers {missing} are not modules of the {type(modules['']).__name__}; see its named_modules()."
                 )
+        self._teacher = [teacher.eval()]
+        for modules, store in found:
             for name in self.layers:
                 self._handles.append(modules[name].register_forward_hook(_Keep(store, name)))
 
@@ -78,6 +80,9 @@ class DistillationLoss(nn.Module):
             output: what the student returned.
             *args: the inputs that it returned it for.
             **kwargs: likewise.
+
+        Raises:
+            RuntimeError: a layer was not called since the last loss.
         """
         teacher = self._teacher[0]
         with torch.no_grad():
@@ -86,6 +91,12 @@ class DistillationLoss(nn.Module):
         target = F.log_softmax(wanted / self.temperature, -1)
         divergence = F.kl_div(F.log_softmax(soft, -1), target, reduction="none", log_target=True).sum(-1).mean()
         loss = self.temperature**2 * divergence
+        missing = [name for name in self.layers if name not in self._seen or name not in self._wanted]
+        if missing:
+            raise RuntimeError(
+                f"layers {missing} have given no output since the last loss. Call the student once before each loss; "
+                "layers that its forward, or the teacher's, does not call cannot be compared."
+            )
         for name, weight in self.layers.items():
             reference = self._wanted[name].float()
             error = (self._seen[name].float() - reference).square().sum()

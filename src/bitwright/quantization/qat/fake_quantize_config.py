@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +47,14 @@ _FIELDS = (
     "is_dynamic",
     "range_learning",
     "eps",
+)
+_READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "dtype": integer_dtype,
+        "granularity": partial(read_granularity, group_size=None),
+        "mapping_type": partial(read_mapping_type, is_symmetric=None),
+        "zero_point_domain": read_zero_point_domain,
+    }
 )
 _FLOAT8_FIELDS = ("dtype", "granularity", "hp_value_lb", "hp_value_ub")
 
@@ -135,12 +145,12 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         group_size: int | None = None,
         is_symmetric: bool | None = None,
     ) -> None:
-        self.dtype = integer_dtype(dtype)
+        self.dtype = dtype
         self.granularity = read_granularity(granularity, group_size)
         self.mapping_type = read_mapping_type(mapping_type, is_symmetric)
         self.scale_precision = scale_precision
         self.zero_point_precision = zero_point_precision
-        self.zero_point_domain = read_zero_point_domain(zero_point_domain)
+        self.zero_point_domain = zero_point_domain
         self.is_dynamic = is_dynamic
         self.range_learning = range_learning
         self.eps = eps
@@ -189,11 +199,17 @@ class FakeQuantizeConfig(FakeQuantizeConfigBase):
         return bool(self.mapping_type.name == "SYMMETRIC")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; ``group_size`` and ``is_symmetric`` set granularity and mapping type."""
+        """Set an attribute, in any spelling; ``group_size`` and ``is_symmetric`` set granularity and mapping type.
+
+        Raises:
+            ValueError: an unknown value.
+        """
         if name == "group_size":
             name, value = "granularity", read_granularity(None, value)
         elif name == "is_symmetric":
             name, value = "mapping_type", read_mapping_type(None, value)
+        elif name in _READ:
+            value = _READ[name](value)
         super().__setattr__(name, value)
 
     def target(self) -> CompressionTargetTensor:

@@ -136,15 +136,29 @@ class QParamsCalculatorBase(ClassRegistryMixin, nn.Module, ABC):
     def _get_min_and_max_val(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the range of every block: measured, or fixed by ``float_range``; it includes zero.
 
-        A range fixed on both sides is float32, any other has the dtype of ``tensor``.
+        A range is float32 if it is fixed on both sides or the dtype of ``tensor`` does not hold a fixed end; any other
+        has that dtype.
         """
         fixed_low, fixed_high = self.float_range
         if fixed_low is not None and fixed_high is not None:
             low = self._get_tensor_with_granularity_from_scalar(fixed_low, tensor)
             return low, self._get_tensor_with_granularity_from_scalar(fixed_high, tensor)
         low, high = self.range_calculator(tensor)
-        low = low.clamp(max=0) if fixed_low is None else torch.full_like(high, fixed_low, dtype=tensor.dtype)
-        high = high.clamp(min=0) if fixed_high is None else torch.full_like(low, fixed_high, dtype=tensor.dtype)
+        return self._bounded(low, high, tensor.dtype)
+
+    def _bounded(self, low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a measured range that includes zero, with the ends that ``float_range`` fixes.
+
+        Args:
+            low: smallest value of each block.
+            high: largest value of each block.
+            dtype: of the range; float32 instead where it does not hold a fixed end.
+        """
+        fixed_low, fixed_high = self.float_range
+        if any(end is not None and abs(end) > torch.finfo(dtype).max for end in self.float_range):
+            dtype, low, high = torch.float32, low.float(), high.float()
+        low = low.clamp(max=0) if fixed_low is None else torch.full_like(low, fixed_low, dtype=dtype)
+        high = high.clamp(min=0) if fixed_high is None else torch.full_like(high, fixed_high, dtype=dtype)
         return low, high
 
     def _get_tensor_with_granularity_from_scalar(self, scalar: float, input_tensor: torch.Tensor) -> torch.Tensor:

@@ -110,8 +110,7 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         if not other._initialized:
             return
         if not self._initialized:
-            self.load_state_dict(other.state_dict())
-            self._compute_dtype_for_export = other._compute_dtype_for_export
+            self._adopt(other)
             return
         if other.scale.shape != self.scale.shape:
             raise ValueError(
@@ -134,6 +133,11 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
             "not positive": int((scale <= 0).sum()),
         }
         return [f"{n} of {scale.numel()} scales are {what}" for what, n in counts.items() if n]
+
+    def _adopt(self, other: Any) -> None:
+        """Take over what another calculator has seen; a subclass adds the statistics that no state_dict holds."""
+        self.load_state_dict(other.state_dict())
+        self._compute_dtype_for_export = other._compute_dtype_for_export
 
     def _computing_scale(self) -> torch.Tensor:
         """Return the scale that is computed with; a subclass may store another number."""
@@ -189,7 +193,8 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Resize the buffers to what is loaded: their size is known only after the first tensor."""
+        """Resize the buffers to what is loaded, whose size is known only after the first tensor; their dtypes stay."""
+        dtypes = {name: buffer.dtype for name in self._STATE_BUFFERS if (buffer := self._buffers.get(name)) is not None}
         for name in self._STATE_BUFFERS:
             loaded, buffer = state_dict.get(prefix + name), self._buffers.get(name)
             if isinstance(loaded, torch.Tensor) and buffer is not None and loaded.shape != buffer.shape:
@@ -198,8 +203,12 @@ class StatefulQParamsCalculatorBase(QParamsCalculatorBase):
         if self.is_provisional and self._differs_from(state_dict, prefix):
             self.is_provisional, self.is_loaded = False, True
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if self.scale.numel():
-            self._initialized = True
+        for name, dtype in dtypes.items():
+            assigned: Any = self._buffers[name]
+            if assigned.dtype != dtype:  # by assign=True
+                self._buffers[name] = assigned.to(dtype)
+        self._initialized = bool(self.scale.numel())
+        if self._initialized:
             self._resolve_axis(self.scale.ndim)
 
     def _differs_from(self, state_dict: Mapping[str, Any], prefix: str) -> bool:

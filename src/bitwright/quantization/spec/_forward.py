@@ -390,7 +390,12 @@ class FakeQuantizeForward(SwitchedModule):
     def _block_size(self, shape: torch.Size) -> tuple[int, ...]:
         calculator: Any = self._modules["qparams_calculator"]
         target = calculator._modules["range_calculator"].quantization_target
-        return self._layout.block_size(shape, self._granularity, target)
+        try:
+            return self._layout.block_size(shape, self._granularity, target)
+        except _BlockSizeMismatchError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{self.tensor_fqn}: {error}") from error
 
 
 def _is_in_backward() -> bool:

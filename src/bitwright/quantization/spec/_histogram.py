@@ -37,15 +37,28 @@ class Histogram:
     def __init__(self, counts: torch.Tensor, exponents: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
         self.counts, self.exponents, self.low, self.high = counts, exponents, low, high
 
+    @staticmethod
+    def bins_for(rows: int) -> int:
+        """Return the number of bins of a histogram of ``rows`` blocks."""
+        return 2 * (_OCTAVES if rows <= _MANY else _OCTAVES_OF_MANY) << _FINENESS
+
+    @staticmethod
+    def extremes(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``low`` and ``high`` of the histogram of ``blocks``, without counting."""
+        return _extremes(_finite(blocks)[0])
+
     @classmethod
-    def of(cls, blocks: torch.Tensor) -> Histogram:
-        """Return the histogram of ``blocks [blocks, elements]``; NaN and infinities are not counted."""
-        values = blocks.detach().to(torch.float32)
-        finite = values.isfinite()
-        values = torch.where(finite, values, 0.0)
+    def of(cls, blocks: torch.Tensor, bins: int | None = None) -> Histogram:
+        """Return the histogram of ``blocks [blocks, elements]``; NaN and infinities are not counted.
+
+        Args:
+            blocks: floating point.
+            bins: number of bins; ``bins_for`` as many blocks unless these are part of more.
+        """
+        values, finite = _finite(blocks)
         rows = len(values)
-        half = (_OCTAVES if rows <= _MANY else _OCTAVES_OF_MANY) << _FINENESS
-        low, high = values.amin(1) + 0.0, values.amax(1) + 0.0  # no negative zero
+        half = (cls.bins_for(rows) if bins is None else bins) // 2
+        low, high = _extremes(values)
         largest = torch.maximum(-low, high)
         exponents = torch.frexp(largest).exponent.long().clamp(min=_SMALLEST_EXPONENT)
         exponents = torch.where(largest > 0, exponents, _SMALLEST_EXPONENT)
@@ -122,6 +135,17 @@ class Histogram:
         exponents, low, high, counts = torch.split(data[2:], [rows, rows, rows, rows * bins])
         extremes = [part.to(torch.int32).view(torch.float32) for part in (low, high)]
         return cls(counts.reshape(rows, bins), exponents, *extremes)
+
+
+def _finite(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the elements in float32, with zeros for those that do not count, and which do."""
+    values = blocks.detach().to(torch.float32)
+    finite = values.isfinite()
+    return torch.where(finite, values, 0.0), finite
+
+
+def _extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.amin(1) + 0.0, values.amax(1) + 0.0  # no negative zero
 
 
 def _first(exponents: torch.Tensor, half: int) -> torch.Tensor:

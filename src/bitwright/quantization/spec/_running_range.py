@@ -100,8 +100,14 @@ class RunningRangeMixin(_Base):
         """Start anew with the next tensor; until then the parameters stay as they are."""
         self._progress.restart = True
 
+    def begin_step(self) -> None:
+        """Take the next tensor for the first one of a forward of the model, whatever became of the forward before."""
+        self._step = _Step()
+
     def compute_qparams(self, tensor: torch.Tensor, min_val: torch.Tensor, max_val: torch.Tensor) -> QParams:
         """Update the running range and return its parameters. The first tensor's range is taken as it is."""
+        if self._progress.restart and self.running_min.dtype != min_val.dtype:
+            self._initialize_state(tensor, min_val, max_val)
         if self.tensors_per_step > 1:
             low, high = self._in_step(min_val, max_val)
         else:
@@ -164,6 +170,11 @@ class RunningRangeMixin(_Base):
             f"gathered over tensors with {tuple(self.running_min.shape)} blocks. Use a granularity whose number of "
             "blocks does not depend on the batch, the 'dynamic' calculator, or reset_statistics()."
         )
+
+    def _adopt(self, other: Any) -> None:
+        super()._adopt(other)
+        self.running_min, self.running_max = other.running_min.clone(), other.running_max.clone()
+        self._progress.observations = other._progress.observations
 
     def _merge_statistics(self, other: Any) -> None:
         mine, theirs = max(self._progress.observations, 1), max(other._progress.observations, 1)

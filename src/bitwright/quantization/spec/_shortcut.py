@@ -39,7 +39,7 @@ _backward_task = torch._C._current_graph_task_id
 _increment_version = torch._C._increment_version
 _grad_enabled = torch.is_grad_enabled
 _STATE = ("running_min", "running_max", "scale", "zero_point", "minval")
-_TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype")
+_TRACKED = ("_initialized", "_export_mode", "float_range", "qscheme", "scale_dtype", "quant_min", "quant_max")
 
 
 def _switches(simulator: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -187,7 +187,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     dtype, quantize, whole = tensor.dtype, simulator._fake_quant_on, _is_whole(simulator)
     here, mixed = _place(tensor), running_min.dtype != tensor.dtype
     settings = calculator.__dict__
-    initialized, exporting, fixed, scheme, scale_dtype = (settings[name] for name in _TRACKED)
+    initialized, exporting, fixed, scheme, scale_dtype, least, most = (settings[name] for name in _TRACKED)
     ranges, known = modules["range_calculator"], {tensor.shape: ready}
     state = [(name, buffers[name], buffers[name].data_ptr()) for name in _STATE if buffers[name] is not None]
     written = [t for _, t, _ in state]
@@ -207,6 +207,8 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
             or settings["float_range"] is not fixed
             or settings["qscheme"] is not scheme
             or settings["scale_dtype"] is not scale_dtype
+            or settings["quant_min"] is not least
+            or settings["quant_max"] is not most
             or settings.get("averaging_constant") is not average
             or modules["range_calculator"] is not ranges
             or not undisturbed()
@@ -306,7 +308,7 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
         return None
     scheme = calculator.qscheme.value if observes else None
     task = Task(made, block_size, simulator._current_grid(), scheme, calculator.scale_dtype if observes else None)
-    initialized, exporting, fixed, named, scale_dtype = (settings[name] for name in _TRACKED)
+    initialized, exporting, fixed, named, scale_dtype, least, most = (settings[name] for name in _TRACKED)
     ranges = modules["range_calculator"]
 
     def what(simulator: Any, weight: torch.Tensor) -> Task | None:
@@ -327,6 +329,8 @@ def following(simulator: Any, calculator: Any, weight: torch.Tensor) -> Call | N
             or settings["float_range"] is not fixed
             or settings["qscheme"] is not named
             or settings["scale_dtype"] is not scale_dtype
+            or settings["quant_min"] is not least
+            or settings["quant_max"] is not most
             or modules["range_calculator"] is not ranges
             or not (own["training"] or (weight.requires_grad and _grad_enabled()))
         ):

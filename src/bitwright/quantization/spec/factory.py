@@ -38,11 +38,11 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
         quantization_target: CompressionTargetTensor | str = CompressionTargetTensor.WEIGHT,
     ) -> RangeCalculatorBase:
         """Return a new range calculator."""
+        whole = {"spec": spec} if spec.range_calculator_cls.needs_spec else {}
         calculator: RangeCalculatorBase = spec.range_calculator_cls(
             granularity=spec.granularity,
             quantization_target=CompressionTargetTensor(quantization_target),
-            **({"spec": spec} if spec.range_calculator_cls.needs_spec else {}),
-            **spec.get_extra_args(),
+            **{**spec.get_extra_args(), **whole},  # a field that is itself named "spec" is in the whole one
         )
         return calculator
 
@@ -69,7 +69,7 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
             quant_min=spec.quant_min,
             quant_max=spec.quant_max,
             range_calculator=cls.create_range_calculator(spec, target),
-            float_range=spec.float_range,
+            float_range=list(spec.float_range),
             scale_dtype=spec.scale_dtype,
             **{**optional, **spec.get_extra_args()},
         )
@@ -126,7 +126,8 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
 
         Args:
             partial_ctr: as ``create_fake_quantizer_partial`` returns it; left as it is.
-            **kwargs: attribute names and values, for example ``float_range=(0.0, 1.0)``.
+            **kwargs: attribute names and values, for example ``float_range=(0.0, 1.0)``. A granularity is that of the
+                fake quantizers too.
 
         Raises:
             AttributeError: on construction, when the calculator has no such attribute.
@@ -144,7 +145,8 @@ class QuantizationComponentFactory(CompressionComponentFactoryBase):
                 setattr(calculator, name, value)
             return calculator
 
-        return partial_ctr.with_callable_args(qparams_calculator=rebuilt)
+        shared = {name: value for name, value in kwargs.items() if name == "granularity"}
+        return partial_ctr.with_args(**shared).with_callable_args(qparams_calculator=rebuilt)
 
     #: Later releases of the peer library use this name.
     update_partial_qparams_calculator = reconstruct_partial_qparams_calculator

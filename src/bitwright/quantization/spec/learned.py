@@ -62,7 +62,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
     """A calculator whose ``_LEARNED`` tensors are parameters that optimizers see as soon as ``prepare`` is done.
 
     Observation only finds the initial values: on the first tensor, on the first one after ``reset_statistics``, and on
-    every tensor in eval mode with the observer on, that is during calibration. A parameter stays the same object.
+    every tensor in eval mode with the observer on, that is during calibration. Parameters that training has moved, or a
+    state_dict has given, stay as they are until ``take_as_found``. A parameter stays the same object.
 
     Raises:
         ValueError: the dtype is a float format.
@@ -87,6 +88,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
                 self.register_parameter(name, nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))
         self._statistics: _Statistics | None = None
         self._restart = True
+        #: The parameters as observation has left them.
+        self._found: tuple[torch.Tensor, ...] = ()
         #: Joins the statistics of a tensor with those of other processes; set while training in several.
         self._exchange: Callable[[_Statistics], _Statistics] | None = None
         #: What identifies the parameters, their elements, and what follows from them.
@@ -111,7 +114,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
     def forward(self, tensor: torch.Tensor) -> QParams:
         """Find initial values where they are due, and return the present ``(scale, zero_point, minval)``."""
         self._resolve_axis(tensor.ndim)
-        settled = self._initialized and self.training and not self._restart
+        settled = self._initialized and not self._restart and (self.training or self._is_moved())
         if self._export_mode or settled:
             return self.get_qparams()
         if not self._initialized:
@@ -125,7 +128,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         known = self._statistics
         if known is not None and known.low.shape != new.low.shape:
             known = None
-        accumulates = not isinstance(self.range_calculator, MinMaxRangeCalculator)
+        accumulates = self.range_calculator.accumulates
         weight = self.quantization_target.value == "weight"
         self._start_from(new if known is None or weight else known.merged(new, latest_range=accumulates))
         return self.get_qparams()
@@ -151,6 +154,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         readable = not (torch.compiler.is_compiling() or statistics.abs_sum.is_meta)
         blank = readable and not bool(statistics.abs_sum.any())
         self._initialized, self._restart = True, blank
+        self._found = tuple(values[name].detach() for name in self._LEARNED)
         self._statistics = None if blank else statistics
 
     def _set_learned(self, name: str, value: torch.Tensor) -> None:
@@ -200,10 +204,27 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         """Find the initial values anew with the next tensor."""
         self._statistics, self._restart = None, True
 
+    def take_as_found(self) -> None:
+        """Have observation go on from the present parameters, also where training has moved them."""
+        self._found = tuple(self._parameters[name].detach().clone() for name in self._LEARNED)  # type: ignore[union-attr]
+
+    def _is_moved(self) -> bool:
+        """Return whether the parameters are others than observation has left, such as those of a training."""
+        learned: list[Any] = [self._parameters[name] for name in self._LEARNED]
+        if torch.compiler.is_compiling() or any(p.is_meta or p.dtype != torch.float32 for p in learned):
+            return False
+        if len(self._found) != len(learned):
+            return True
+        return not all(torch.equal(p, found.to(p.device)) for p, found in zip(learned, self._found, strict=True))
+
     def remember_parts(self) -> None:
         """Write values that are found in a forward to the present parameters too, if these are sharded."""
         learned: dict[str, Any] = {name: self._parameters[name] for name in self._LEARNED}
         self._sharded = {name: parameter for name, parameter in learned.items() if is_sharded(parameter)}
+
+    def _adopt(self, other: Any) -> None:
+        super()._adopt(other)
+        self._statistics, self._restart, self._found = other._statistics, other._restart, other._found
 
     def _merge_statistics(self, other: Any) -> None:
         if other._statistics is None:
@@ -217,8 +238,7 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         """Replace the extremes by what the range calculator finds in the histogram of everything, if it has one."""
         finder = self.range_calculator
         if isinstance(finder, DistributionRangeCalculatorBase) and finder._histogram is not None:
-            low, high = finder.current_range()
-            statistics.low, statistics.high = low.clamp(max=0), high.clamp(min=0)
+            statistics.low, statistics.high = self._bounded(*finder.current_range(), torch.float32)
         return statistics
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,8 +263,13 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
                     parameter.data = torch.empty(loaded.shape, dtype=parameter.dtype, device=parameter.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._derived = None
-        if self._initialized:
-            self._restart = False
+        for name in self._LEARNED:
+            assigned: Any = self._parameters[name]
+            if assigned.dtype != torch.float32:  # by assign=True
+                self._parameters[name] = nn.Parameter(assigned.detach().float(), assigned.requires_grad)
+        self._restart = not self._initialized
+        if not self._initialized:
+            self._statistics = None
 
     def _step(self, scale: torch.Tensor) -> torch.Tensor:
         """Return the step that is computed with.
@@ -267,13 +292,14 @@ class LSQQParamsCalculator(LearnedQParamsCalculatorBase):
     """Learned step size (LSQ, arXiv 1902.08153): ``v' = round(clip(v / s, -Qn, Qp)) * s`` with a learned ``s``.
 
     The step begins at ``2 * mean|v| / sqrt(Qp)`` (section 2.1 there), or with the range of the spec's range calculator
-    where that is not ``minmax``. The zero point is that of the scheme and is not learned.
+    where that is not ``minmax`` or ``float_range`` fixes an end. The zero point is that of the scheme and is not
+    learned.
     """
 
     def _initial_values(self, low: torch.Tensor, high: torch.Tensor, mean_abs: torch.Tensor) -> dict[str, torch.Tensor]:
         step, zero_point, _ = self._compute_scale_zero_point_minval(low, low, high)
         assert zero_point is not None
-        if isinstance(self.range_calculator, MinMaxRangeCalculator):
+        if isinstance(self.range_calculator, MinMaxRangeCalculator) and list(self.float_range) == [None, None]:
             largest = (self.quant_max - zero_point).clamp(min=1).to(torch.float32)
             step = 2 * mean_abs / largest.sqrt()
         return {"scale": self._step(step), "zero_point": zero_point}

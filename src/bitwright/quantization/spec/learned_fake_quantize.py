@@ -74,14 +74,14 @@ class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, learned_scale, learned_offset, step, zero_point, minval, origin, stays = inputs[:8]
-        # The result is not saved: whoever gets it may change it in place. The zero point may be measured anew.
-        ctx.save_for_backward(x, step, zero_point.clone(), minval, learned_scale, origin, stays)
+        # The result is not saved: whoever gets it may change it in place. Zero point and scale may be measured anew.
+        ctx.save_for_backward(x, step, zero_point.clone(), minval, _sign(learned_scale), origin, stays)
         ctx.anchored = learned_offset is not None
         ctx.block_size, ctx.grid, ctx.gradient_scale = inputs[8:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, step, zero_point, minval, learned_scale, origin, stays = ctx.saved_tensors
+        x, step, zero_point, minval, sign, origin, stays = ctx.saved_tensors
         grad_offset = None
         grad_x, along, outside = kernels.learned_gradient(
             grad, x, step, zero_point, minval, block_size=ctx.block_size, grid=ctx.grid, anchored=ctx.anchored
@@ -90,7 +90,7 @@ class _LearnedStep(torch.autograd.Function):
             along = along - origin * step * outside
             grad_offset = outside * ~stays * ctx.gradient_scale
         # The step is the size of the parameter, which may be negative.
-        grad_scale = along / torch.copysign(step, learned_scale) * ctx.gradient_scale
+        grad_scale = along / (step * sign) * ctx.gradient_scale
         return grad_x, grad_scale, grad_offset, *(None,) * 8
 
 
@@ -112,7 +112,7 @@ class _LearnedClip(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, alpha, _, _, _, block_size, _ = inputs
-        ctx.save_for_backward(x, alpha)
+        ctx.save_for_backward(x, alpha.detach().clone())  # it may be measured anew
         ctx.block_size = block_size
 
     @staticmethod
@@ -140,6 +140,8 @@ class LearnedFakeQuantizeBase(_DefaultFakeQuantizeImpl):
     def __init__(self, *, qparams_calculator: QParamsCalculatorBase, **kwargs: Any) -> None:
         if not isinstance(qparams_calculator, self.calculator_cls):
             given = qparams_calculator
+            if given._TAKES_SINGLE_RANGES:  # which the learned one does not
+                given.range_calculator.accumulates = type(given.range_calculator).accumulates
             qparams_calculator = self.calculator_cls(
                 dtype=given.dtype,
                 qscheme=given.qscheme,

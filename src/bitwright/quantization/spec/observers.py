@@ -69,13 +69,19 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         self._exchange: Callable[[Histogram], Histogram] | None = None
 
     @abstractmethod
-    def _search(self, histogram: Histogram, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the range of every block, float64 or float32 ``[blocks]``.
+    def _search(self, histogram: Histogram) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the range of every block of ``histogram``, float64 or float32 ``[blocks]``."""
 
-        Args:
-            histogram: of everything that counts.
-            blocks: the elements ``[blocks, elements]``, if the histogram is of them alone.
+    def _search_alone(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the range of every block of ``blocks [blocks, elements]``, float64 or float32 ``[blocks]``.
+
+        A block has the range that ``_search`` finds in the histogram of all; only some are counted at a time, since
+        the histogram of many short blocks is far larger than they are.
         """
+        bins = Histogram.bins_for(len(blocks))
+        parts = torch.split(blocks, max(1, _SEARCH_ELEMENTS // bins))
+        lows, highs = zip(*(self._search(Histogram.of(part, bins)) for part in parts), strict=True)
+        return torch.cat(lows), torch.cat(highs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generate_min_max(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,15 +90,15 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         outer = [dim for dim in range(len(view)) if dim not in inner]
         split = x.detach().reshape(view).permute([*outer, *inner])
         blocks = split.reshape(max(1, _product(counts)), -1)
-        new = Histogram.of(blocks)
-        weight = self.quantization_target == CompressionTargetTensor.WEIGHT
-        joined = not weight and self._exchange is not None
-        if joined:
-            new = self._exchange(new)  # type: ignore[misc]
-        if self.accumulates and not weight:
-            new = self._histogram = new if self._histogram is None else self._histogram.merged(new)
-            joined = True
-        low, high = self._search(new, None if joined else blocks)
+        if self.quantization_target == CompressionTargetTensor.WEIGHT or not (self.accumulates or self._exchange):
+            low, high = self._search_alone(blocks)
+        else:
+            new = Histogram.of(blocks)
+            if self._exchange is not None:
+                new = self._exchange(new)
+            if self.accumulates:
+                new = self._histogram = new if self._histogram is None else self._histogram.merged(new)
+            low, high = self._search(new)
         self._counts = counts
         return low.to(x.dtype).reshape(counts), high.to(x.dtype).reshape(counts)
 
@@ -119,7 +125,7 @@ class DistributionRangeCalculatorBase(RangeCalculatorBase):
         """
         if self._histogram is None:
             raise RuntimeError(f"{type(self).__name__} has seen no tensor; run a calibration batch first.")
-        low, high = self._search(self._histogram, None)
+        low, high = self._search(self._histogram)
         return low.float().reshape(self._counts), high.float().reshape(self._counts)
 
     def get_extra_state(self) -> torch.Tensor:
@@ -159,7 +165,7 @@ class PercentileRangeCalculator(DistributionRangeCalculatorBase):
             raise ValueError(f"percentile must be in (0, 100], got {percentile!r}.")
         self.percentile = percentile
 
-    def _search(self, histogram: Histogram, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _search(self, histogram: Histogram) -> tuple[torch.Tensor, torch.Tensor]:
         tail = (100 - self.percentile) / 200
         low = _quantile(histogram, tail)
         high = _quantile(histogram, 1 - tail)
@@ -175,10 +181,15 @@ class MSERangeCalculator(DistributionRangeCalculatorBase):
     0.3352 sigma (J. Max, Quantizing for minimum distortion, 1960).
     """
 
-    def _search(self, histogram: Histogram, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _search_alone(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if blocks.shape[1] > Histogram.bins_for(len(blocks)):
+            return self._search(Histogram.of(blocks))
+        low, high = Histogram.extremes(blocks)
+        weights = torch.ones_like(blocks, dtype=torch.float32)
+        return self._best(blocks.float(), weights, low.clamp(max=0), high.clamp(min=0))
+
+    def _search(self, histogram: Histogram) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = histogram.low.clamp(max=0), histogram.high.clamp(min=0)
-        if blocks is not None and blocks.shape[1] <= histogram.bins:
-            return self._best(blocks.float(), torch.ones_like(blocks, dtype=torch.float32), low, high)
         # Two Gauss-Legendre points stand for the values in a bin: exact for a squared error within one code.
         edges = histogram.edges
         middle, reach = (edges[:, 1:] + edges[:, :-1]) / 2, edges.diff() / 12**0.5
@@ -266,7 +277,7 @@ class HistogramRangeCalculator(DistributionRangeCalculatorBase):
                 f"range_calculator_cls 'histogram' needs an integer dtype, got dtype={self._grid.dtype}; use 'mse'."
             )
 
-    def _search(self, histogram: Histogram, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _search(self, histogram: Histogram) -> tuple[torch.Tensor, torch.Tensor]:
         half = histogram.bins // 2
         folded = (histogram.counts[:, half:] + histogram.counts[:, :half].flip(1)).double()
         folded[:, 0] = 0.0  # zeros, which every range holds

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels.reference import moving_average
 
 from ._calculator_base import QParams, QParamsCalculatorBase
@@ -55,7 +56,21 @@ class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("accumulated")
 class AccumulatedQParamsCalculator(StatefulQParamsCalculatorBase):
-    """The range of all tensors seen, kept by a range calculator that accumulates. Merging two of them is exact."""
+    """The range of all tensors seen, kept by a range calculator that accumulates. Merging two of them is exact.
+
+    Raises:
+        ValueError: the tensor is an activation, and the range calculator keeps the latest range alone.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        finder = self.range_calculator
+        if self.quantization_target == CompressionTargetTensor.ACTIVATION and not finder.accumulates:
+            raise ValueError(
+                "qparam_calculator_cls 'accumulated' takes the range of all tensors from the range calculator, and "
+                f"{type(finder).__name__} keeps that of the latest one alone. Use qparam_calculator_cls "
+                "'global_minmax', or range_calculator_cls 'percentile', 'mse' or 'histogram'."
+            )
 
     def reset_statistics(self) -> None:
         """Start anew with the next tensor; until then the parameters stay as they are."""
@@ -69,7 +84,8 @@ class AccumulatedQParamsCalculator(StatefulQParamsCalculatorBase):
             super()._merge_statistics(other)
         calculator.merge(other.range_calculator)
         low, high = calculator.current_range()
-        self._store(self._compute_scale_zero_point_minval(low, low.clamp(max=0), high.clamp(min=0)))
+        low, high = self._bounded(low, high, torch.float32)
+        self._store(self._compute_scale_zero_point_minval(low, low, high))
 
 
 @QParamsCalculatorBase.register("dynamic")

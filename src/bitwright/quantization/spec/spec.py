@@ -57,7 +57,7 @@ class QuantizationSpec(CompressionSpec):
         scale_dtype: ``float8_e8m0fnu`` for power-of-two scales (OCP Microscaling Formats 1.0), for FP8 and FP4 only;
             FP4 always has it.
         averaging_constant: weight of a further tensor in the moving average, in (0, 1]; None for the calculator's
-            own default of 0.01.
+            own default of 0.01. Calculators that average nothing leave it unused.
 
     ``n_bits``, ``target_dtype``, ``quant_min`` and ``quant_max`` follow from ``dtype`` and ``qscheme``. They are taken
     as ``model_dump()`` writes them, and set nothing.
@@ -118,7 +118,7 @@ class QuantizationSpec(CompressionSpec):
         for bound in data:
             if isinstance(bound, bool) or not isinstance(bound, int | float | None):
                 raise ValueError(f"float_range entries must be ints, floats or None, got {bound!r}.")
-            if bound is not None and math.isinf(bound):
+            if bound is not None and not _is_finite(bound):
                 raise ValueError(
                     f"float_range entries must be finite, got {bound!r}; None leaves a side to observation."
                 )
@@ -339,7 +339,17 @@ def _bits(dtype: torch.dtype) -> int:
         return dtype.itemsize * 8
 
 
+def _is_finite(number: float) -> bool:
+    """Return whether a float can hold ``number``, or it is NaN; integers can be too large."""
+    try:
+        return not math.isinf(number)
+    except OverflowError:
+        return False
+
+
 def _hashable(value: Any) -> Any:
+    if isinstance(value, set):
+        return frozenset(value)
     if isinstance(value, list | tuple):
         return tuple(_hashable(item) for item in value)
     if isinstance(value, dict):
