@@ -157,13 +157,12 @@ class WeightCompressor(_BaseModelCompressor):
     def _initialise(self, inserted: InsertedSimulators) -> None:
         """Give the simulators their state."""
 
-    def finalize(
+    def finalize(  # type: ignore[override]  # what the base hands on to any compressor, this one does not take
         self,
         model: nn.Module | None = None,
         backend: ExportBackend | str = ExportBackend.CoreAI,
-        *args: Any,
+        *,
         mmap_dir: str | PathLike[str] | None = None,
-        **kwargs: Any,
     ) -> nn.Module:
         """Return the model in the form that ``backend`` takes; a further compressor may be applied afterwards.
 

@@ -52,6 +52,12 @@ def other_shape():
 def mean(output, batch):
     return float(output.mean())
 
+def most(output, batch):
+    return float(output.max())
+
+def nan(output, batch):
+    return float("nan")
+
 def text(output, batch):
     return "x"
 
@@ -227,6 +233,12 @@ class TestErrors:
             (("plan", "clinet:make", "--data", "clinet:name", "--config", "w4.yaml"), "iterable of batches"),
             (("plan", "nonet:make", "--data", "clinet:batches", "--config", "w4.yaml"), "no Python module 'nonet'"),
             (("plan", "none.pt2", "--data", "clinet:batches", "--config", "w4.yaml"), "no file 'none.pt2'"),
+            (
+                ("plan", "needy_net:make", "--data", "clinet:batches", "--config", "w4.yaml"),
+                "No module named 'needy_n'",
+            ),
+            (("plan", *COMMON, "--config", "integer.yaml"), "unknown sections: 1"),
+            (("sweep", *COMMON, "--config", "w4.yaml", "--config", "deep/w4.yaml"), "both be called 'w4'"),
             (("plan", "clinet:number", "--data", "clinet:batches", "--config", "w4.yaml"), "torch.nn.Module"),
             (("plan", "clinet:make", "--data", "clinet:empty", "--config", "w4.yaml"), "is empty"),
             (("plan", "clinet:make", "--data", "clinet:number", "--config", "w4.yaml"), "iterable of batches"),
@@ -276,6 +288,10 @@ class TestErrors:
         (folder / "damaged.pt2").write_text("no archive")
         (folder / "damaged.py").write_text("def make(:\n")
         (folder / "needy.py").write_text("import nosuchlibrary\n")
+        (folder / "needy_net.py").write_text("import needy_n\n")
+        (folder / "integer.yaml").write_text(f"{RECIPE}1: x\n")
+        (folder / "deep").mkdir()
+        (folder / "deep" / "w4.yaml").write_text(RECIPE)
         (folder / "typo.yaml").write_text("quantization_config:\n  global_config: {op_state_specs: null}\n")
         result = run(*arguments, code=2)
         assert message in result.stderr
@@ -303,6 +319,24 @@ class TestErrors:
         assert "torch.export" not in result.stderr
         assert "Traceback" not in result.output
         assert not (folder / "out").exists()
+
+    def test_metrics_that_return_nan(self, folder: Path) -> None:
+        """The metric is named, not the recipe."""
+        result = run("compare", *COMMON, "--config", "w4.yaml", "--metric", "clinet:nan", code=1)
+        assert "error: The metric returned nan for the float model's output on batch 1" in result.stderr
+
+    def test_a_sweep_leaves_files_of_others_alone(self, folder: Path) -> None:
+        """Such as the model's own source, named by mistake."""
+        (folder / "clinet.py").write_text(f"{NET}# no newline")
+        result = run("sweep", *COMMON, "--config", "w4.yaml", "-o", "clinet.py", code=1)
+        assert "'clinet.py' exists and does not hold the results of a sweep" in result.stderr
+        assert (folder / "clinet.py").read_text() == f"{NET}# no newline"
+
+    def test_a_sweep_with_another_metric(self, folder: Path) -> None:
+        """Its results belong to the metric that they were measured with."""
+        command = ("sweep", *COMMON, "--config", "w4.yaml", "-o", "s.jsonl", "--metric")
+        run(*command, "clinet:mean", "-q")
+        assert "another sweep" in run(*command, "clinet:most", code=1).stderr
 
     def test_version(self) -> None:
         """What is installed, and nothing else."""

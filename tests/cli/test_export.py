@@ -37,6 +37,16 @@ class WithKeyword(nn.Module):
         y = self.net(x)
         return y if factor is None else y * factor
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make()
+    def forward(self, pair):
+        return self.net(pair[0] + pair[1])
+
+def pairs():
+    return [[[x, x]] for x in batches()]
+
 def keywords():
     return [{"x": batch, "factor": torch.full((8, 32), 2.0)} for batch in batches()]
 """
@@ -112,6 +122,22 @@ def test_a_free_batch_dimension(net: Any) -> None:
     export(*COMMON, "-o", "m.onnx", "--dynamic-batch", "-q")
     assert TARGETS["onnx"].run is not None
     assert TARGETS["onnx"].run(Path("m.onnx"), [torch.randn(3, 64)])[0].shape == (3, 32)
+
+
+def test_a_free_batch_dimension_of_tensors_in_containers(net: Any) -> None:
+    """A list of tensors is an input, too."""
+    command = ("exportnet:Pair", "--data", "exportnet:pairs", "--config", "w4.yaml")
+    export(*command, "-o", "m.onnx", "--dynamic-batch", "-q")
+    assert TARGETS["onnx"].run is not None
+    assert TARGETS["onnx"].run(Path("m.onnx"), [torch.randn(3, 64), torch.randn(3, 64)])[0].shape == (3, 32)
+
+
+def test_a_free_batch_dimension_needs_positional_inputs(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is said before anything is calibrated."""
+    monkeypatch.setattr("bitwright.inspection.apply_configs", lambda *_, **__: pytest.fail("too late"))
+    command = ("exportnet:WithKeyword", "--data", "exportnet:keywords", "--config", "w4.yaml")
+    result = export(*command, "-o", "m.onnx", "--dynamic-batch", code=2)
+    assert "positional inputs only" in result.stderr
 
 
 def test_keyword_inputs(net: Any) -> None:

@@ -124,6 +124,22 @@ def test_links_and_pipes_stay(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_text_is_written_through_links_and_devices(tmp_path: Path) -> None:
+    """What a link points to is replaced and keeps its permissions; a device or a pipe is written to."""
+    real, link, device = tmp_path / "real", tmp_path / "link", tmp_path / "device"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real.name)
+    write_text_atomically(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert real.stat().st_mode & 0o777 == 0o640
+    device.symlink_to(os.devnull)
+    write_text_atomically(device, "gone")
+    assert device.is_symlink()
+    assert Path(os.devnull).is_char_device()
+
+
 def _fail(*_: object) -> None:
     raise KeyboardInterrupt
 

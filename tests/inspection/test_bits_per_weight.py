@@ -39,6 +39,24 @@ def test_float_model_counts_every_tensor_at_its_dtype() -> None:
     assert result.total_bits == elements * 32 + 64
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support")
+@pytest.mark.parametrize(
+    ("layout", "index_bytes"),
+    [
+        (torch.sparse_coo, 2 * 8 * 16),  # row and column of each number
+        (torch.sparse_csr, 8 * 16 + 8 * 17),  # column of each number, and where each row begins
+        (torch.sparse_csc, 8 * 16 + 8 * 17),
+    ],
+)
+def test_sparse_tensors_count_their_values_and_indices(layout: torch.layout, index_bytes: int) -> None:
+    """They are 16 numbers of 4 bytes on a diagonal, with indices of 8 bytes each, and stand for 16x16 elements."""
+    model = nn.Module()
+    model.register_buffer("adjacency", torch.eye(16).to_sparse(layout=layout))
+    result = bits_per_weight(model)
+    assert result.total_weights == 256
+    assert result.total_bits == 8 * (16 * 4 + index_bytes)
+
+
 def test_quantized_model_by_hand() -> None:
     """4 bits per weight and a float32 scale per channel; the formula is also what coreai-opt counts."""
     prepared = Quantizer(make(), QuantizerConfig.presets.w4(execution_mode="eager")).prepare(INPUTS)

@@ -320,6 +320,67 @@ def test_revert_follows_the_ranking_until_the_bound_holds(mode: str) -> None:
     assert some.report.end_to_end.error.sqnr_db >= bound
 
 
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = self.first
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(torch.relu(self.first(x))))
+
+
+def test_a_layer_with_two_names_is_put_back_under_both() -> None:
+    """Else the damage stays where the other name is called."""
+    torch.manual_seed(0)
+    model = Shared().eval()
+    compressed: Any = quantize(model, "eager", "w8")[1]
+    weight = compressed.first.parametrizations.weight.original
+    with torch.no_grad():
+        weight.copy_(-weight[torch.randperm(16)].clone())
+    result = guard(model, compressed, data(), on_damage="revert")
+    assert result.reverted == ("first",)
+    assert result.model.first is result.model.second
+    assert result.report.end_to_end.error.sqnr_db > 30
+
+
+def test_bounds_that_cannot_be_measured_are_findings() -> None:
+    """Nothing is put back for them: the float model does not make them measurable."""
+
+    class Classes(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(-1)
+
+    model = Classes(*make()).eval()
+    compressed = quantize(model, "eager", "w8")[1]
+    for bound in ("min_sqnr_db", "max_kl"):
+        with pytest.raises(DamageError, match=f"{bound}=1 cannot be measured"):
+            guard(model, compressed, data(), on_damage="raise", **{bound: 1.0})  # type: ignore[arg-type]
+    assert guard(model, compressed, data(), on_damage="revert", min_sqnr_db=1.0).reverted == ()
+    with pytest.raises(ValueError, match="needs a metric"):
+        guard(model, compressed, data(), max_metric_change=0.0)
+
+
+def test_layers_that_no_row_reaches() -> None:
+    """An expert that no token is sent to has no peaks."""
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(16, 4), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x) + self.idle(x[x[:, 0] > 0]).sum(0)
+
+    torch.manual_seed(0)
+    model = Expert().eval()
+    compressed = quantize(model, "eager")[1]
+    assert "BW103" not in codes(model, compressed, [-data()[0].abs()])
+
+
 def test_unknown_choice() -> None:
     """The error lists the choices."""
     with pytest.raises(ValueError, match="'warn', 'raise' or 'revert'"):

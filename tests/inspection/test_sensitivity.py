@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +108,76 @@ def test_results_of_another_model_are_not_taken(tmp_path: Path) -> None:
         sweep(make(), {"w8": CANDIDATES["w4"]}, data(), store=store)
     with pytest.raises(ValueError, match="another sweep"):
         sweep(make(), {"w8": CANDIDATES["w8"]}, data()[:1], store=store)
+
+
+def test_results_of_another_sweep_of_the_same_weights_are_not_taken(tmp_path: Path) -> None:
+    """The file remembers the kinds of layers, calibration, the metric, and batches that are no plain dict."""
+    store, candidates = tmp_path / "sweep.jsonl", {"w8": CANDIDATES["w8"]}
+    batches = [UserDict(input=x) for x in data()]
+
+    def positive(output: torch.Tensor, batch: Any) -> float:
+        return float((output > 0).double().mean())
+
+    def again(**changed: Any) -> SweepResult:
+        options = {"model": make(), "candidates": candidates, "data": batches, "store": store} | changed
+        return sweep(**options)
+
+    first = again()
+    assert again() == first
+    other = make()
+    other[1] = nn.Tanh()
+    later = [UserDict(input=x.clone()) for x in data()]
+    later[0]["input"][8, 8] += 1  # where a tensor that is printed shows nothing
+    for changed in ({"model": other}, {"calibration": data()[:1]}, {"metric": positive}, {"data": later}):
+        with pytest.raises(ValueError, match="another sweep"):
+            again(**changed)
+
+
+@pytest.mark.parametrize("content", [b"notes\nwithout an end", b"[1]\n", b'{"a": 1}\n', b"\x00\xff\n\x00"])
+def test_files_of_others_stay_as_they_are(content: bytes, tmp_path: Path) -> None:
+    """The error names the file."""
+    store = tmp_path / "notes.txt"
+    store.write_bytes(content)
+    with pytest.raises(ValueError, match=r"notes\.txt' exists and does not hold the results of a sweep"):
+        sweep(make(), CANDIDATES, data(), store=store)
+    assert store.read_bytes() == content
+
+
+def test_states_that_are_no_plain_tensors(tmp_path: Path) -> None:
+    """Extra state may be anything, and buffers may be sparse; both belong to what the file remembers."""
+
+    class Odd(nn.Module):
+        def __init__(self, extra: int) -> None:
+            super().__init__()
+            self.linear, self.extra = nn.Linear(16, 4), extra
+            self.register_buffer("adjacency", torch.eye(16).to_sparse())
+
+        def get_extra_state(self) -> Any:
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["extra"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    torch.manual_seed(0)
+    model, other = Odd(1).eval(), Odd(2).eval()
+    store = tmp_path / "sweep.jsonl"
+    entry = sweep(model, {"w8": CANDIDATES["w8"]}, data(), store=store).entries[0]
+    assert (entry.bytes_before, entry.bytes_after) == (256, 80)
+    other.linear = model.linear
+    with pytest.raises(ValueError, match="another sweep"):
+        sweep(other, {"w8": CANDIDATES["w8"]}, data(), store=store)
+
+
+def test_tied_weights_have_their_size_under_each_name() -> None:
+    """Both layers compute with the packed weight."""
+
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False)).eval()
+    model[2].weight = model[0].weight
+    entries = sweep(model, {"w8": CANDIDATES["w8"]}, data()).entries
+    assert [(entry.layer, entry.bytes_after) for entry in entries] == [("0", 320), ("2", 320)]
 
 
 def test_other_techniques_graph_mode_and_a_metric() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bitwright.base_model_compressor import _Lifecycle
+from bitwright.errors import BitwrightWarning
 from bitwright.palettization import KMeansPalettizer, ModuleKMeansPalettizerConfig, PalettizationSpec
 from bitwright.palettization.config import PATSchedule
 from bitwright.palettization.spec import DKMTrainingSpec, PerGroupedChannelGranularity, STETrainingSpec
@@ -567,3 +568,115 @@ def test_function_transforms_in_training(strategy):
     for name, parameter in parameters.items():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found[name], expected)
+
+
+def _weigh_by_a_loss(palettizer: KMeansPalettizer, model: nn.Module) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(9)) * torch.linspace(0.01, 5, 16)
+    with palettizer.calibration_mode(loss_fn=lambda output, target: output.square().mean()) as helper:
+        helper.step(model(x), None)
+
+
+@pytest.mark.parametrize("schedule", [0, 6])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one_after_calibration(strategy, schedule):
+    """The sensitivities go with the palettizer's state, and leave the palettes of the model's own as they are."""
+
+    def begin():
+        palettizer, model = toy(schedule, strategy)
+        return palettizer, model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    whole, part, resumed = begin(), begin(), begin()
+    for palettizer, model, _ in (whole, part):
+        _weigh_by_a_loss(palettizer, model)
+    _fit(*whole, range(8))
+    checkpoint = torch.load(io.BytesIO(_fit(*part, range(5))), weights_only=True)
+    resumed[1].load_state_dict(checkpoint["model"])
+    resumed[0].load_state_dict(checkpoint["palettizer"])
+    resumed[2].load_state_dict(checkpoint["optimizer"])
+    assert all(sim.sensitivities is not None for sim in simulators(resumed[1]))
+    _fit(*resumed, range(5, 8))
+    expected, found = whole[1].state_dict(), resumed[1].state_dict()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+
+
+def test_states_and_their_sensitivities():
+    """A state without them takes those of an earlier run away, one of version 1 leaves them; shapes are checked."""
+    palettizer, model = toy()
+    plain = palettizer.state_dict()
+    _weigh_by_a_loss(palettizer, model)
+    first = simulators(model)[0]
+    weighed, centroids = first.sensitivities, first.centroids
+    name = "0.parametrizations.weight.original"
+    with pytest.raises(ValueError, match=r"'0\.weight' have shape \(2,\).*another model"):
+        palettizer.load_state_dict({**plain, "step_count": 3, "sensitivities": {name: torch.ones(2)}})
+    with pytest.raises(ValueError, match=r"does not belong to this model.*nowhere"):
+        palettizer.load_state_dict({**plain, "step_count": 3, "sensitivities": {"nowhere": torch.ones(2)}})
+    assert first.sensitivities is weighed
+    palettizer.load_state_dict({"version": 1, "step_count": 3, "outdated": []})
+    assert palettizer._step_count == 3
+    assert first.sensitivities is weighed
+    palettizer.load_state_dict(plain)
+    assert first.sensitivities is None
+    assert first.centroids is centroids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_the_error_of_the_block_is_the_one_that_is_told(error):
+    """Also where the palettes cannot be brought up to date, as a warning says; the next forward names the weight."""
+    palettizer, model = toy(strategy={"type": "ste"})
+    first = simulators(model)[0]
+
+    def diverge() -> None:
+        with palettizer.training_mode():
+            first.disable_fake_palett()
+            model[0].parametrizations.weight.original.data.fill_(torch.nan)
+            raise error
+
+    with pytest.warns(BitwrightWarning, match=r"left by an error.*'0\.weight'.*NaN"), pytest.raises(error):
+        diverge()
+    assert palettizer._lifecycle is _Lifecycle.IDLE
+    assert enabled(model) == [True, True]
+    with pytest.raises(ValueError, match=r"Cannot cluster '0\.weight'.*NaN"):
+        model(torch.randn(2, 16))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nan_in_a_weight_that_trains_names_the_weight(training):
+    """Where indices are assigned anew, as where palettes are found."""
+    _, model = toy(strategy={"type": "ste"})
+    model.train(training)
+    with torch.no_grad():
+        model[2].parametrizations.weight.original[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"Cannot cluster '2\.weight'.*1 NaN"):
+        model(torch.randn(2, 16))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("spec", [{}, {"cluster_dim": 2}, {"enable_per_channel_scale": True}], ids=str)
+def test_the_layout_of_a_weight_stays(strategy, spec):
+    """A convolution in channels-last has outputs in channels-last, so that code which takes views of them runs on."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x).permute(0, 2, 3, 1).view(len(x), -1)
+
+    torch.manual_seed(0)
+    model, plain = Rows().to(memory_format=torch.channels_last), Rows()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    config = config_of(PalettizationSpec(n_bits=2, training_strategy_spec=strategy, **spec))
+    palettizer = KMeansPalettizer(model, config)
+    palettizer.prepare((x,))
+    KMeansPalettizer(plain, config).prepare((x,))
+    for training in (False, True):
+        model.train(training)
+        plain.train(training)
+        weight = model.conv.weight
+        assert weight.stride() == model.conv.parametrizations.weight.original.stride()
+        assert torch.allclose(weight, plain.conv.weight, atol=1e-6)
+        model(x).sum().backward()

@@ -267,6 +267,28 @@ def test_a_checkpoint_loads_into_a_freshly_prepared_model():
     assert torch.equal(first(*image()), second(*image()))
 
 
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"n_bits": 4}, {"n_bits": 2}),
+        ({"cluster_dim": 2}, {}),
+        ({"granularity": PerGroupedChannelGranularity(axis=0, group_size=2)}, {}),
+    ],
+)
+def test_a_checkpoint_of_other_palettes_is_refused(saved, own):
+    """Naming each weight, both kinds of palettes and the remedy; the model goes on with its own."""
+    torch.manual_seed(0)
+    first, second = ConvLinear().eval(), ConvLinear().eval()
+    for model, spec in ((first, saved), (second, own)):
+        KMeansPalettizer(model, config_of(PalettizationSpec(**spec))).prepare(image())
+    before = {name: entry.clone() for name, entry in second.state_dict().items() if name.endswith("centroids")}
+    with pytest.raises(RuntimeError, match=r"conv\.weight: the checkpoint has palettes.*Prepare it with the spec"):
+        second.load_state_dict(first.state_dict())
+    state = second.state_dict()
+    assert all(torch.equal(state[name], entry) for name, entry in before.items())
+    assert second(*image()).isfinite().all()
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_compute_the_same(copier):
     """And finalizing one leaves the other alone."""

@@ -134,6 +134,21 @@ def test_a_block_that_raises_changes_nothing():
         pass
 
 
+def test_a_switch_that_was_off_is_off_after_an_error_and_on_after_calibration():
+    """An error leaves everything as it was; palettes that were made anew are put to use, as in coreai-opt."""
+    model = ConvLinear()
+    palettizer = palettized(model, image())
+    conv, linear = simulators(model)
+    conv.disable_fake_palett()
+    with pytest.raises(ZeroDivisionError):
+        fail_while_calibrating(palettizer, model)
+    assert (conv.is_on, linear.is_on) == (False, True)
+    with palettizer.calibration_mode(loss_fn=F.cross_entropy) as helper:
+        x, y = batch(4)
+        helper.step(model(x), y)
+    assert (conv.is_on, linear.is_on) == (True, True)
+
+
 def test_gradients_that_are_not_finite_are_an_error():
     """It names the parameters; the palettes stay."""
     model = ConvLinear()
@@ -229,6 +244,16 @@ def test_sparse_gradients_are_those_of_the_dense_embedding():
     assert torch.equal(*found)
 
 
+def test_sums_near_the_end_of_the_range_stay_finite():
+    """They are parts of the largest like others; what is far from the end has the same digits as ever."""
+    statistics = SensitivityStatistics()
+    statistics.sums = {"large": torch.tensor([3e38, 1e38, 3e30]), "usual": torch.tensor([3.0, 0.7, 1e-6])}
+    found = statistics.sensitivities()
+    torch.testing.assert_close(found["large"], torch.tensor([1.0, 1 / 3, 1e-8]))
+    usual = statistics.sums["usual"] * 100
+    assert torch.equal(found["usual"], usual / usual.max())
+
+
 def test_a_gradient_of_zeros_makes_all_entries_equal():
     """A weight that the loss does not depend on is clustered without weights."""
     statistics = SensitivityStatistics()
@@ -274,11 +299,16 @@ def test_a_file_of_torch_save_without_its_suffix_is_recognised(tmp_path):
 def test_files_that_hold_something_else(tmp_path):
     """Another model's, not tensors, not a known format, not there."""
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "text.pt").write_text("hello world")
+    (tmp_path / "empty.bin").touch()
     torch.save([1, 2], tmp_path / "list.pt")
     save_file({"conv.weight": torch.ones(2)}, tmp_path / "other.safetensors")
     for name, error, message in (
         ("text", ValueError, "no safetensors file"),
+        ("text.pt", ValueError, r"text\.pt' is no file of torch\.save"),
+        ("empty.bin", ValueError, r"empty\.bin' is no file of torch\.save"),
         ("list.pt", ValueError, "does not hold sensitivities"),
+        ("missing.pt", FileNotFoundError, "missing"),
         ("other.safetensors", ValueError, "belong to another model"),
         ("missing.safetensors", FileNotFoundError, "missing"),
     ):

@@ -95,6 +95,18 @@ def test_other_float_dtypes(compressor, dtype):
         torch.testing.assert_close(weight.float(), expected, rtol=0.01, atol=1e-3)
 
 
+def test_arguments_that_finalize_does_not_have(compressor):
+    """A misspelt keyword is an error, not a finalize for another backend."""
+    model = two_layers()
+    own = compressor(model)
+    own.prepare(EXAMPLE)
+    with pytest.raises(TypeError, match="backned"):
+        own.finalize(backned="coreml")
+    with pytest.raises(TypeError, match="positional"):
+        own.finalize(model, "_torch", "folder")
+    assert hasattr(model[0], "parametrizations")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_modules(compressor):
     """The remedy is the module that was scripted."""

@@ -39,6 +39,9 @@ VIEWS = {
     "transposed by dims": ((6, 4), lambda x, w: x @ w.transpose(0, 1), 0),
     "transposed from behind": ((6, 4), lambda x, w: torch.matmul(x, w.transpose(-2, -1)), 0),
     "transposed by method": ((6, 4), lambda x, w: x.matmul(w.t()), 0),
+    "swapped": ((6, 4), lambda x, w: x @ w.swapaxes(0, 1), 0),
+    "swapped by keywords": ((6, 4), lambda x, w: x @ torch.swapaxes(w, axis0=-1, axis1=0), 0),
+    "swapped by dims": ((6, 4), lambda x, w: x @ w.swapdims(1, 0), 0),
     "permuted": ((6, 4), lambda x, w: x @ w.permute(1, 0), 0),
     "permuted by a tuple": ((6, 4), lambda x, w: x @ w.permute((1, 0)), 0),
     "twice": ((4, 6), lambda x, w: F.linear(x, w.mT.double().float()), 1),
@@ -106,6 +109,15 @@ def test_stacked_weights_of_experts_are_weights(mode: str) -> None:
     assert row.tensor == "gate_up_proj"
     assert row.spec is not None
     assert row.spec.granularity == PerChannelGranularity(axis=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("move", [lambda w: w.squeeze(0), lambda w: w.transpose(0, 0), lambda w: w.unsqueeze(0)])
+def test_a_parameter_without_dimensions_is_moved(move: Any, mode: str) -> None:
+    """A single number has no axes, and torch takes 0 and -1 as a dimension of it all the same."""
+    model, x = Weighted((), lambda x, w: x * move(w)), torch.randn(3, 4)
+    prepared: Any = Quantizer(model, QuantizerConfig.presets.w8(execution_mode=mode)).prepare((x,))
+    assert torch.equal(prepared(x), model(x))
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])

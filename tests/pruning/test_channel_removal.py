@@ -441,3 +441,59 @@ def test_the_result_is_an_ordinary_model():
     assert all(parameter.grad is not None for parameter in model.parameters())
     again = channel_pruned(model, example)
     assert again.shrink(example).removed == {"0": (4, 2), "2": (2, 1)}
+
+
+class ByName(nn.Module):
+    """Calls a layer with its input as a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(input=torch.sigmoid(self.first(input=x)))
+
+
+def test_layers_called_by_keyword():
+    """Their input is found under its name."""
+    assert check(ByName(), torch.randn(5, 4)).removed == {"first": (8, 4)}
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(1, 4), torch.randn(2, 4), [torch.randn(1, 4)]])
+def test_inputs_that_are_no_tuple_are_refused(inputs):
+    """A tensor would be taken apart into its rows."""
+    with pytest.raises(TypeError, match="must be a tuple"):
+        shrink(nn.Linear(4, 4), inputs)
+
+
+def test_a_forward_that_does_not_run_is_a_runtime_error():
+    """As documented, also where inputs are missing."""
+    with pytest.raises(RuntimeError, match="forward"):
+        shrink(nn.Linear(4, 4))
+
+
+def test_an_empty_batch_says_nothing_about_constants():
+    """The error names the layer that would read them."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=r"2 gets an input of shape \(0, 8\).*at least one sample"):
+        shrink(model, (torch.randn(0, 4),))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_layers_without_channels_stay():
+    """There is nothing to remove from them."""
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4), nn.Linear(4, 3))
+    x = torch.randn(2, 4)
+    before = model(x)
+    shrink(model, (x,))
+    assert torch.allclose(model(x), before)
+    assert model[0].out_features == 0
+
+
+def test_states_keep_their_order():
+    """A shrunk layer is an ordinary one: weight before bias, and nothing left of the simulators."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    names, attributes = list(model.state_dict()), set(vars(model[0]))
+    check(model, torch.randn(5, 4))
+    assert list(model.state_dict()) == names
+    assert set(vars(model[0])) == attributes

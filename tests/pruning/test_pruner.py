@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import ConstantSparsitySchedule, OpMagnitudePrunerConfig, PolynomialDecaySchedule
-from bitwright.pruning.spec import ChannelStructured, NMStructured, PruneImplBase
+from bitwright.pruning.spec import BlockStructured, ChannelStructured, NMStructured, PruneImplBase
 
 from .networks import SmallCNN, TokenModel, config_of, counted, pruned, zeros
 
@@ -414,3 +414,113 @@ def test_keys_that_match_nothing_are_said():
     config.set_module_name("hed", None)
     with pytest.warns(ConfigMatchWarning, match="nearest: 'head'"):
         MagnitudePruner(SmallCNN(), config).prepare((torch.randn(2, 3, 8, 8),))
+
+
+class TiedAutoencoder(nn.Module):
+    """One weight, used as it is and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, F.linear(x, self.weight), self.weight)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"pruning_scheme": NMStructured(axis=1)}, {"pruning_scheme": ChannelStructured()}, {"scope": "global"}],
+)
+def test_a_weight_used_both_ways_is_pruned(fields):
+    """Only a ranking of each output channel by itself asks which dimension these have."""
+    model = TiedAutoencoder()
+    pruned(model, (torch.randn(2, 8),), **fields)
+    assert zeros(model.weight) == 0.5
+
+
+@pytest.mark.parametrize("fields", [{"scope": "row"}, {"pruning_algo": "wanda"}])
+def test_a_weight_used_both_ways_has_no_rows(fields):
+    """The plan says so, with what helps."""
+    model = TiedAutoencoder()
+    pruner = MagnitudePruner(model, config_of(PruningSpec(**fields)))
+    (problem,) = pruner.plan((torch.randn(2, 8),)).problems
+    assert problem.code == "scope"
+    with pytest.raises(PlanError, match=r"linear.* and addmm.*different dimensions.*scope='tensor'"):
+        pruner.prepare((torch.randn(2, 8),))
+    pruned(model, (torch.randn(2, 8),), scope="tensor", pruning_algo=fields.get("pruning_algo", "default"))
+
+
+def test_a_global_ranking_of_an_algorithm_without_scores_is_an_error_of_the_plan():
+    """It would be by magnitude, whatever the algorithm's masks are."""
+
+    @PruneImplBase.register("last_entries")
+    class LastEntries(PruneImplBase):
+        @staticmethod
+        def compute_mask(weight, sparsity, pruning_scheme):
+            return (torch.arange(weight.numel()).view(weight.shape) < weight.numel() * (1 - sparsity)).to(weight.dtype)
+
+    model = counted(4, 4)
+    with pytest.raises(PlanError, match=r"LastEntries does not define.*scope='tensor'"):
+        pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries", scope="global")
+    pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries")
+    assert model.weight[2:].eq(0).all()
+
+
+class Channelwise(nn.Module):
+    """A forward that needs the convolution's output laid out channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y.permute(0, 2, 3, 1).view(len(y), -1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"scope": "global"}, {"pruning_algo": "sparsegpt"}])
+def test_weights_keep_their_memory_layout(fields):
+    """Also under masks that were loaded, or ranked together, or came with calibration."""
+    model, x = Channelwise().to(memory_format=torch.channels_last), torch.randn(2, 4, 8, 8)
+    stride = model.conv.weight.stride()
+    pruner = pruned(model, (x,), **fields)
+    if "pruning_algo" in fields:
+        with pruner.calibration_mode():
+            model(x)
+    expected = model(x)
+    assert model.conv.weight.stride() == stride
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_masks_of_blocks_as_long_as_the_dimension_load(axis):
+    """Their entries do not share memory."""
+    model = nn.Linear(8, 8)
+    pruned(model, (torch.randn(1, 8),), pruning_scheme=BlockStructured(axis=axis, block_size=8))
+    before = model.weight.detach().clone()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(model.weight, before)
+    assert zeros(model.weight) == 0.5
+
+
+def test_the_target_outlives_a_cast_of_the_model():
+    """0.7 is not a number of bfloat16."""
+    model, fresh = counted(10, 10), counted(10, 10).bfloat16()
+    pruned(model, (torch.randn(1, 10),), target_sparsity=0.7)
+    pruned(fresh, (torch.randn(1, 10).bfloat16(),), target_sparsity=0.7)
+    model.bfloat16()
+    assert impl_of(model).sparsity_state.item() == 0.7
+    fresh.load_state_dict(model.state_dict())
+    assert impl_of(fresh).sparsity == 0.7
+
+
+def test_loading_something_else_does_not_make_a_mask_up_to_date():
+    """A mask that the sparsity has left behind is made anew all the same."""
+    model = counted(4, 4)
+    pruned(model, (torch.randn(1, 4),))
+    impl_of(model).sparsity = 0.75
+    model.load_state_dict({}, strict=False)
+    assert impl_of(model).is_stale
+    assert zeros(model.weight) == 0.75

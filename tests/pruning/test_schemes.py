@@ -145,3 +145,20 @@ def test_bad_schemes_are_refused(fields, message):
     """At construction, before any model is there."""
     with pytest.raises(ValueError, match=message):
         PruningScheme.maybe_build_from_dict(fields)
+
+
+@pytest.mark.parametrize("scheme", [Unstructured(), ChannelStructured(axis=1), NMStructured(n=8, m=16, axis=1)])
+def test_doubles_are_ranked_as_doubles(scheme):
+    """Magnitudes that differ by less than float32 can tell."""
+    weight = (1 + 1e-9 * torch.arange(16, dtype=torch.float64)).expand(2, 16)
+    expected = torch.tensor([[0.0] * 8 + [1.0] * 8] * 2, dtype=torch.float64)
+    assert torch.equal(scheme.compute_mask(weight, 0.5), expected)
+    assert torch.equal(scheme.compute_mask(weight.flip(1), 0.5), expected.flip(1))
+
+
+@pytest.mark.parametrize(("unit", "dtype"), [(1e-24, torch.float32), (1e20, torch.bfloat16), (1e-30, torch.float64)])
+def test_blocks_are_ranked_whatever_their_squares_are(unit, dtype):
+    """The squares of these are beyond float32, the weights are not."""
+    weight = (unit * torch.arange(1, 17, dtype=torch.float64)).to(dtype).view(1, 16)
+    mask = BlockStructured(axis=1, block_size=4).compute_mask(weight, 0.5)
+    assert mask.tolist() == [[0.0] * 8 + [1.0] * 8]

@@ -50,6 +50,7 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
     own = own_parametrizations(module)
     stacked = name in own
     order = [*module._parameters, *module._buffers]
+    first = _ORDER not in module.__dict__
     if name in order:
         module.__dict__.setdefault(_ORDER, tuple(order))
     if not own:  # until torch puts a ModuleDict there: a wrapper answers with that of the layer inside it
@@ -68,6 +69,8 @@ def parametrize_tensor(module: nn.Module, name: str, simulator: nn.Module) -> Ca
             del chain._modules[str(len(chain) - 1)]
             return
         clear_parametrization(module, name)
+        if first:
+            module.__dict__.pop(_ORDER, None)
 
     return undo
 

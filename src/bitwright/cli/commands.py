@@ -198,10 +198,17 @@ def sweep(
     out = Output(json, quiet)
     net, feed = load_model(model), load_data(data, batches)
     candidates: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for name in config:
         recipe = load_recipe(name)
         if len(recipe.configs) != 1:
             raise CommandError(f"The recipe {name!r} has several sections; a sweep takes recipes of one technique.")
+        other = sources.setdefault(recipe.name, name)
+        if other != name:
+            raise CommandError(
+                f"The recipes {other!r} and {name!r} would both be called {recipe.name!r} in the results; give one of "
+                "them another file name."
+            )
         candidates[recipe.name] = recipe.configs[0]
     _agree_on_names(config, candidates, out)
     score = None if metric is None else load_metric(metric)

@@ -63,12 +63,12 @@ def export(
         raise CommandError(f"The target {chosen!r} fixes the largest shapes of its inputs; leave --dynamic-batch out.")
     net, recipe, feed = load_model(model), load_recipe(config), load_data(data, batches)
     example = inputs_of(feed[0], net)
+    shapes = _free_first(example) if dynamic_batch else None
     with out.progress() as say:
         say("planning")
         _refuse_early(net, recipe, example, chosen)
         prepared = apply_configs(net, recipe.configs, feed, progress=say).model
         say(f"writing: {to.title}")
-        shapes = _free_first(example) if dynamic_batch else None
         _write_atomically(
             output, lambda path: to.write(prepared.eval(), example.args, path, dict(example.kwargs), shapes)
         )
@@ -124,13 +124,15 @@ def _refuse_early(net: Any, recipe: Recipe, example: Any, target: str) -> None:
 
 
 def _free_first(example: Any) -> Any:
+    """Return dynamic shapes that leave the first dimension of every tensor free, those in containers too."""
     import torch
+    from torch.utils._pytree import tree_map
 
     def free(value: Any) -> Any:
         return {0: torch.export.Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.ndim else None
 
     if not example.kwargs:
-        return tuple(free(value) for value in example.args)
+        return tree_map(free, tuple(example.args))
     raise CommandError("--dynamic-batch takes models with positional inputs only.")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 from torch import nn
 
 from bitwright.config import CompressionConfig
@@ -102,6 +103,7 @@ def load_metric(name: str) -> Callable[[Any, Any], float]:
         except Exception as error:
             raise CommandError(f"The metric {name!r} returned {value!r}; it must return a number.") from error
 
+    metric.__qualname__ = name  # by which a sweep's file knows it
     return metric
 
 
@@ -122,8 +124,8 @@ def load_recipe(name: str) -> Recipe:
     """Read a recipe: a YAML or JSON file with a section for each technique, or ``preset:name`` (``preset:w8a8``).
 
     Raises:
-        CommandError: there is no such file or preset, it cannot be read, names a key twice, or has no known section.
-        pydantic.ValidationError: a section is not valid.
+        CommandError: there is no such file or preset, it cannot be read, names a key twice, has no known section, or
+            a section is not valid.
     """
     if name.startswith("preset:"):
         return _preset(name.removeprefix("preset:"))
@@ -143,7 +145,7 @@ def load_recipe(name: str) -> Recipe:
     unknown = [key for key in content if key not in allowed]
     if unknown:
         raise CommandError(
-            f"The recipe {name!r} has unknown sections: {', '.join(unknown)}. Known: {', '.join(allowed)}."
+            f"The recipe {name!r} has unknown sections: {', '.join(map(str, unknown))}. Known: {', '.join(allowed)}."
         )
     configs = []
     for key in sections:
@@ -151,6 +153,8 @@ def load_recipe(name: str) -> Recipe:
         part = {key: content[key], **({cls._SPEC_KEY: content[cls._SPEC_KEY]} if cls._SPEC_KEY in content else {})}
         try:
             configs.append(cls.from_dict(part))
+        except ValidationError as error:
+            raise CommandError(f"The recipe {name!r} is not valid:\n{error}") from error
         except TypeError as error:
             raise CommandError(f"The recipe {name!r} is not valid: {error}") from error
     return Recipe(path.stem, tuple(configs))
@@ -226,7 +230,7 @@ def _attribute(name: str, role: str) -> Any:
     try:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and module_name.startswith(error.name):
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             where = "on the Python path or in this folder"
             raise CommandError(
                 f"There is no Python module {module_name!r} {where} (for the {role} {name!r})."

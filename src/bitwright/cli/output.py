@@ -71,7 +71,6 @@ class Output:
 @contextlib.contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn exceptions into one message and an exit code; with ``BITWRIGHT_TRACEBACK=1`` they come through."""
-    from pydantic import ValidationError
 
     def fail(message: str, code: int) -> typer.Exit:
         sys.stderr.write(f"error: {message}\n")
@@ -90,8 +89,6 @@ def reporting_errors() -> Iterator[None]:
             if error.__cause__ is not None and os.environ.get("BITWRIGHT_TRACEBACK"):
                 raise
             raise fail(str(error), USAGE) from None
-        except ValidationError as error:
-            raise fail(f"the recipe is not valid:\n{error}", USAGE) from None
         except Exception as error:
             if os.environ.get("BITWRIGHT_TRACEBACK"):
                 raise

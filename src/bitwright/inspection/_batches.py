@@ -36,8 +36,10 @@ def batches_of(data: Any, limit: int | None = None) -> Iterator[Any]:
 
     Raises:
         TypeError: ``data`` cannot be iterated over.
-        ValueError: it is empty.
+        ValueError: it is empty, or ``limit`` is less than 1.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"At least one batch is needed, got batches={limit!r}; leave it out to use them all.")
     if isinstance(data, (torch.Tensor, Mapping)):
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):

@@ -22,6 +22,7 @@ __all__ = [
     "PeakWatch",
     "check_bounds",
     "check_layers",
+    "check_measured",
     "check_parameters",
     "check_sizes",
     "check_statistics",
@@ -126,6 +127,21 @@ def check_bounds(
             yield Finding("BW108", "model", message)
 
 
+def check_measured(
+    report: FidelityReport, min_sqnr_db: float | None, max_kl: float | None, max_metric_change: float | None
+) -> Iterator[Finding]:
+    """BW108: a bound on what the report does not know, so that nothing says whether it holds."""
+    end = report.end_to_end
+    bounds = (
+        ("min_sqnr_db", min_sqnr_db, end.error, "the output holds no floating-point tensor"),
+        ("max_kl", max_kl, end.kl_divergence, "the output's first tensor holds no finite scores of several classes"),
+        ("max_metric_change", max_metric_change, end.metric_float, "there is no metric"),
+    )
+    for name, bound, measured, reason in bounds:
+        if bound is not None and measured is None:
+            yield Finding("BW108", "model", f"{name}={bound:.6g} cannot be measured: {reason}.")
+
+
 class PeakWatch:
     """Collects the largest absolute value of each sample at activation quantizers, for BW103.
 
@@ -165,9 +181,10 @@ class PeakWatch:
         def hook(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
             with outside_frames():
                 x = args[0].detach()
+                if not x.numel():  # such as an expert that no token was sent to
+                    return
                 rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
-                if rows.numel():
-                    self.peaks.setdefault(name, []).extend(rows.abs().amax(1).float().tolist())
+                self.peaks.setdefault(name, []).extend(rows.abs().amax(1).float().tolist())
 
         return hook
 

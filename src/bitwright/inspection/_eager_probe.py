@@ -16,7 +16,7 @@ from bitwright.artifact.sites import activation_simulators
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._lockstep import Stepper
-from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kind_axis, outside_frames
+from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kept, kind_axis, outside_frames
 
 __all__ = ["EagerProbe"]
 
@@ -41,9 +41,11 @@ class EagerProbe(PairProbe):
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
         """Run the models in two threads that take turns; see the base class."""
 
+        own, other = inputs.copied(), inputs.copied()
+
         def reference(emit: Callable[[Any], None]) -> Any:
             with self._hooked(self._own, emit):
-                return self.reference(*inputs.args, **inputs.kwargs)
+                return self.reference(*own.args, **own.kwargs)
 
         stepper: Stepper[tuple[LayerSite, int, Any, Any, Any]] = Stepper(reference)
         waiting: dict[tuple[str, int], Any] = {}
@@ -59,14 +61,14 @@ class EagerProbe(PairProbe):
                 if ahead[:2] == (site, call):
                     found = (ahead[4], isolated)
                 else:  # the float model calls its modules in another order
-                    waiting[ahead[0].name, ahead[1]] = (_kept(ahead[4]), isolated)
+                    waiting[ahead[0].name, ahead[1]] = (kept(ahead[4]), isolated)
             on_layer(site, found[0], found[1], output)
 
         try:
             with self._hooked(self._other, meet):
                 self.recording = True
                 try:
-                    compressed = self.compressed(*inputs.args, **inputs.kwargs)
+                    compressed = self.compressed(*other.args, **other.kwargs)
                 finally:
                     self.recording = False
             while (left := stepper.next()) is not None:
@@ -80,8 +82,9 @@ class EagerProbe(PairProbe):
         if not site.can_substitute:
             return None
         undo = wrap_forward(_Substitute(self._own[site.name], self._other[site.name]))
+        own = inputs.copied()
         try:
-            return self.reference(*inputs.args, **inputs.kwargs)
+            return self.reference(*own.args, **own.kwargs)
         finally:
             undo()
 
@@ -141,24 +144,39 @@ class EagerProbe(PairProbe):
 
     @contextmanager
     def _hooked(self, modules: Mapping[str, nn.Module], emit: Callable[[Any], None]) -> Iterator[None]:
+        """Emit the calls of modules; what enters those that are run again is kept, for they may write to it."""
         counts: dict[str, int] = {}
+        entered: dict[str, list[Any]] = {}
         thread = threading.get_ident()
+
+        def keep_of(site: LayerSite) -> Any:
+            def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+                if threading.get_ident() == thread:
+                    with outside_frames():
+                        entered.setdefault(site.name, []).append(kept((args, kwargs)))
+
+            return hook
 
         def hook_of(site: LayerSite) -> Any:
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 if threading.get_ident() != thread or not self._watching(modules):
                     return
                 counts[site.name] = counts.get(site.name, -1) + 1
+                if site.name in entered:
+                    args, kwargs = entered[site.name].pop()
                 with outside_frames():
                     emit((site, counts[site.name], args, kwargs, output))
 
             return hook
 
-        handles = [
-            modules[site.name].register_forward_hook(hook_of(site), with_kwargs=True)
-            for site in self.layers
-            if site.name in modules and (site.can_substitute or site.weights)
-        ]
+        watched = [site for site in self.layers if site.name in modules and (site.can_substitute or site.weights)]
+        handles = [modules[site.name].register_forward_hook(hook_of(site), with_kwargs=True) for site in watched]
+        if modules is self._own:
+            handles += [
+                modules[site.name].register_forward_pre_hook(keep_of(site), with_kwargs=True)
+                for site in watched
+                if site.can_substitute
+            ]
         try:
             yield
         finally:
@@ -208,8 +226,3 @@ def _simulator(module: nn.Module, attribute: str) -> tuple[FakeQuantizeImplBase 
                 found, entering = entry, value
             value = entry(value)
     return found, entering.detach()
-
-
-def _kept(output: Any) -> Any:
-    """A copy that later in-place ops do not change."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)

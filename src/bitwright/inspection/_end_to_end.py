@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ._probe import float_tensors
-from .metrics import ErrorAccumulator
+from .metrics import MASKED, ErrorAccumulator
 from .report import EndToEnd
 
 __all__ = ["OutputStatistics"]
@@ -26,6 +27,7 @@ class OutputStatistics:
         self.metric = metric
         self.error = ErrorAccumulator()
         self.rows = 0
+        self.measured_rows = 0
         self.divergence = 0.0
         self.agreeing = 0
         self.scores: tuple[list[float], list[float]] = ([], [])
@@ -34,7 +36,7 @@ class OutputStatistics:
         """Add the outputs of both models for a batch.
 
         Raises:
-            ValueError: a tensor has another shape than before.
+            ValueError: a tensor has another shape than before, or the metric is not finite.
         """
         tensors = float_tensors(reference), float_tensors(compressed)
         for expected, found in zip(*tensors, strict=False):
@@ -45,15 +47,24 @@ class OutputStatistics:
         if all(tensors) and tensors[0][0].ndim and tensors[0][0].shape[-1] > 1:
             self._add_rows(tensors[0][0].detach(), tensors[1][0].detach())
         if self.metric is not None:
-            self.scores[0].append(float(self.metric(reference, batch)))
-            self.scores[1].append(float(self.metric(compressed, batch)))
+            number = len(self.scores[0]) + 1
+            for scores, output, model in zip(
+                self.scores, (reference, compressed), ("float", "compressed"), strict=True
+            ):
+                score = float(self.metric(output, batch))
+                if not math.isfinite(score):
+                    raise ValueError(
+                        f"The metric returned {score} for the {model} model's output on batch {number}; it must return "
+                        "a finite number."
+                    )
+                scores.append(score)
 
     def result(self) -> EndToEnd:
         """Return the averages."""
         rows = self.rows
         return EndToEnd(
             error=self.error.result(),
-            kl_divergence=self.divergence / rows if rows else None,
+            kl_divergence=self.divergence / self.measured_rows if self.measured_rows else None,
             top1_agreement=self.agreeing / rows if rows else None,
             metric_float=_mean(self.scores[0]),
             metric_compressed=_mean(self.scores[1]),
@@ -61,12 +72,14 @@ class OutputStatistics:
 
     def _add_rows(self, reference: torch.Tensor, compressed: torch.Tensor) -> None:
         first = reference.double().reshape(-1, reference.shape[-1])
-        second = torch.nan_to_num(compressed.double().reshape(first.shape))
-        divergence = F.kl_div(second.log_softmax(-1), first.log_softmax(-1), reduction="sum", log_target=True)
-        if bool(torch.isfinite(divergence)):
-            self.divergence += max(0.0, float(divergence))
-            self.rows += len(first)
-            self.agreeing += int((first.argmax(-1) == second.argmax(-1)).sum())
+        second = torch.nan_to_num(compressed.double().reshape(first.shape)).clamp(-MASKED, MASKED)
+        # classes that are masked with -inf have probability 0 and add nothing
+        divergences = F.kl_div(second.log_softmax(-1), first.softmax(-1), reduction="none").sum(-1)
+        divergences = divergences[torch.isfinite(divergences)]
+        self.divergence += max(0.0, float(divergences.sum()))
+        self.measured_rows += len(divergences)
+        self.rows += len(first)
+        self.agreeing += int((first.argmax(-1) == second.argmax(-1)).sum())
 
 
 def _mean(values: list[float]) -> float | None:

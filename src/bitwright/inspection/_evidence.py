@@ -20,7 +20,7 @@ import torch
 
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .metrics import SQNR_LIMIT_DB, decibels, pieces_of
+from .metrics import MASKED, SQNR_LIMIT_DB, decibels, pieces_of
 
 __all__ = ["Evidence", "Usual", "activation_evidence", "problems_of", "usual_evidence", "weight_evidence"]
 
@@ -38,7 +38,6 @@ _FEW = 0.05
 _CHANNELS = 3
 _ENTRIES = 8
 _SILENT = 1e-10
-_ABSURD = 1e30
 
 _X, _XY, _Y = range(3)
 
@@ -85,7 +84,7 @@ def weight_evidence(
 def activation_evidence(x: torch.Tensor, y: torch.Tensor, simulator: FakeQuantizeImplBase) -> Evidence:
     """Compare what enters a quantizer with what leaves it; entries that stand for infinity are left out."""
     plain = x.detach().float().reshape(-1)
-    kept = plain.abs() < _ABSURD  # false for NaN
+    kept = plain.abs() < MASKED  # false for NaN
     quantized = y.detach().float().reshape(-1)
     anew = _quantized_anew(simulator, x)
     if not bool(kept.all()):

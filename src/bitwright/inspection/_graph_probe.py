@@ -142,8 +142,9 @@ class GraphProbe(PairProbe):
                 self._pairs.append(self._pair(self._model, build_program(self._model, self._model)))
             self._pairs[0].run.check(inputs)
             return self._pairs[0]
+        own = inputs.copied()
         with preserved_state(self._model):
-            output = self._model(*inputs.args, **inputs.kwargs)
+            output = self._model(*own.args, **own.kwargs)
             expected = [tensor.clone() for tensor in float_tensors(output)]
         for pair in self._pairs:
             if self._holds(pair, inputs, expected):

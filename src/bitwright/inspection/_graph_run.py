@@ -64,7 +64,7 @@ class GraphRun:
         Values may be replaced between steps.
         """
         self.values = {}
-        leaves = iter(_flat_inputs(self.module, inputs, self.names))
+        leaves = iter(_flat_inputs(self.module, inputs.copied(), self.names))
         for place, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.values[node] = next(leaves)

@@ -4,8 +4,10 @@ up: one of the two threads runs at any time.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,6 +15,8 @@ import torch
 __all__ = ["Stepper"]
 
 _T = TypeVar("_T")
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
 class _Stopped(BaseException):
@@ -33,8 +37,9 @@ class Stepper(Generic[_T]):
         self._items: list[_T] = []
         self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="bitwright-reference", daemon=True)
-        self._inference = torch.is_inference_mode_enabled()
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="bitwright-reference", daemon=True)
+        self._modes = _modes_here()
         self.result: Any = None
         self.finished = False
 
@@ -64,7 +69,9 @@ class Stepper(Generic[_T]):
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode(self._inference), torch.no_grad():  # both are per thread
+            with ExitStack() as stack:
+                for mode in self._modes:
+                    stack.enter_context(mode)
                 self.result = self._body(self._emit)
         except _Stopped:
             pass
@@ -79,3 +86,18 @@ class Stepper(Generic[_T]):
         self._turn[0].acquire()
         if self._closed:
             raise _Stopped
+
+
+def _modes_here() -> list[AbstractContextManager[Any]]:
+    """Return what torch keeps per thread: inference mode, autocast, the stream and its device; gradients are off."""
+    modes: list[AbstractContextManager[Any]] = [
+        torch.inference_mode(torch.is_inference_mode_enabled()),
+        torch.no_grad(),
+    ]
+    for kind in _AUTOCAST:
+        if torch.is_autocast_enabled(kind):
+            cache = torch.is_autocast_cache_enabled()
+            modes.append(torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=cache))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        modes.append(torch.cuda.stream(torch.cuda.current_stream()))
+    return modes

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitwright._utils.call_frames import thread_frames
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
@@ -23,6 +23,7 @@ __all__ = [
     "PairProbe",
     "float_tensors",
     "is_plain",
+    "kept",
     "kind_axis",
     "outside_frames",
 ]
@@ -38,6 +39,11 @@ class Inputs:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    def copied(self) -> Inputs:
+        """Return inputs with tensors of their own, for a run: forward may write to what it is given."""
+        args, kwargs = kept((tuple(self.args), dict(self.kwargs)))
+        return Inputs(args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,11 @@ def outside_frames() -> Iterator[None]:
     finally:
         if shield:
             stack.pop()
+
+
+def kept(value: Any) -> Any:
+    """Return a copy, of tensors in containers too, that later in-place ops do not change."""
+    return tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def float_tensors(output: Any) -> list[torch.Tensor]:

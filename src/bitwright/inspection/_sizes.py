@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from bitwright.config.spec import CompressionSimulatorBase
 __all__ = ["StoredSize", "is_compressed", "stored_sizes"]
 
 _COREML = "_COREML_/"
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS: Mapping[torch.layout, tuple[str, ...]] = MappingProxyType(
+    {
+        torch.sparse_coo: ("_indices", "_values"),
+        torch.sparse_csr: _ROWS,
+        torch.sparse_bsr: _ROWS,
+        torch.sparse_csc: _COLUMNS,
+        torch.sparse_bsc: _COLUMNS,
+    }
+)
 _GRAPH_SUFFIXES = ("_quantized", "_scale", "_zero_point", "_minval")
 
 
@@ -79,7 +90,8 @@ def stored_sizes(model: nn.Module, strict: bool = True, *, carried: bool = False
     for name, tensor in _plain_state(model, carried):
         if name not in hidden and name not in found and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = StoredSize(name, tensor.numel(), 8 * tensor.nbytes, tensor.nbytes, False)
+            nbytes = _bytes_of(tensor)
+            found[name] = StoredSize(name, tensor.numel(), 8 * nbytes, nbytes, False)
     return list(found.values())
 
 
@@ -116,6 +128,14 @@ def _layout(tensor: torch.Tensor, simulators: Sequence[nn.Module], name: str, st
         if strict:
             raise
         return DenseTensor.from_tensor(tensor).layout
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's numbers; of a sparse one, those of its values and indices."""
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    if parts is None:
+        return tensor.nbytes
+    return sum(int(getattr(tensor.detach(), part)().nbytes) for part in parts)
 
 
 def _plain_state(model: nn.Module, carried: bool) -> Iterator[tuple[str, torch.Tensor]]:

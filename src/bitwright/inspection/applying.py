@@ -69,8 +69,9 @@ def compressor_for(model: nn.Module, config: CompressionConfig[Any]) -> Any:
 
 def plan_config(model: nn.Module, config: CompressionConfig[Any], example: Inputs) -> Plan:
     """Return what applying a configuration would do; the model is not changed."""
+    own = example.copied()
     with blaming_inputs(model, example.args, example.kwargs):
-        plan: Plan = compressor_for(model, config).plan(example.args, example_kwargs=example.kwargs)
+        plan: Plan = compressor_for(model, config).plan(own.args, example_kwargs=own.kwargs)
     return plan
 
 
@@ -146,11 +147,12 @@ def _prepared(
     """
     model = compressor._model
     for given in shapes:
-        options: dict[str, Any] = {"example_kwargs": example.kwargs, "strict": strict}
+        own = example.copied()
+        options: dict[str, Any] = {"example_kwargs": own.kwargs, "strict": strict}
         if given is not None:
             options["dynamic_shapes"] = given
         try:
-            return compressor, compressor.prepare(example.args, **options)
+            return compressor, compressor.prepare(own.args, **options)
         except RuntimeError:
             if given is None:
                 raise
@@ -170,7 +172,7 @@ def _calibrate(compressor: Any, model: nn.Module, batches: Any, signature: nn.Mo
     with compressor.calibration_mode(), torch.no_grad():
         for number, batch in enumerate(batches_of(batches), 1):
             say(f"calibrating: batch {number}")
-            inputs = inputs_of(batch, signature)
+            inputs = inputs_of(batch, signature).copied()
             with blaming_inputs(signature, inputs.args, inputs.kwargs):
                 model(*inputs.args, **inputs.kwargs)
 

@@ -23,7 +23,7 @@ from ._sizes import StoredSize, is_compressed, stored_sizes
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 
-__all__ = ["Metric", "Progress", "compare", "evaluating", "make_probe"]
+__all__ = ["Metric", "Progress", "compare", "evaluating", "make_probe", "under_all_names"]
 
 Metric: TypeAlias = Callable[[Any, Any], float]
 """``metric(output, batch)`` returns a number for the model's output on one batch of ``data``."""
@@ -63,8 +63,9 @@ def compare(
 
     Raises:
         TypeError: an argument is no module, or the float model is a graph and the compressed one is not.
-        ValueError: ``data`` is empty, the two models are one, an output has another shape than before, or the
-            compressed model is a graph that does not hold for the sizes of a batch.
+        ValueError: ``data`` is empty, ``batches`` is less than 1, the two models are one, an output has another shape
+            than before, the metric is not finite, or the compressed model is a graph that does not hold for the sizes
+            of a batch.
         TraceError: in graph mode, the float model cannot be exported.
 
     Example:
@@ -193,7 +194,7 @@ class Survey:
     def report(self, before: list[StoredSize], after: list[StoredSize]) -> FidelityReport:
         """Return what was found."""
         sizes = ({size.name: size.nbytes for size in before}, {size.name: size.nbytes for size in after})
-        named = [_under_all_names(entry, self.model) for entry in sizes]
+        named = [under_all_names(entry, self.model) for entry in sizes]
         self.progress("weights")
         evidence: dict[str, Evidence] = {}
         layers = [self._layer(site, evidence, *named) for site in self.probe.layers]
@@ -279,7 +280,7 @@ class Survey:
             yield layer.model_copy(update={"broken": broken[layer.name] if layer.name in to_blame else ()})
 
 
-def _under_all_names(sizes: dict[str, int], model: nn.Module) -> dict[str, int]:
+def under_all_names(sizes: dict[str, int], model: nn.Module) -> dict[str, int]:
     """Give tied weights their size under each of their names; it is counted under one."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -21,6 +21,7 @@ from ._checks import (
     PeakWatch,
     check_bounds,
     check_layers,
+    check_measured,
     check_parameters,
     check_sizes,
     check_statistics,
@@ -76,7 +77,8 @@ def guard(
         metric: as for ``compare``.
         min_sqnr_db: smallest SQNR of the output, in dB.
         max_kl: largest KL divergence of the output, in nats.
-        max_metric_change: largest difference of the metric.
+        max_metric_change: largest difference of the metric, which has to be given. A bound on what the output does not
+            have is a finding, too; nothing is put back for it.
         ignore: codes to leave out.
         progress: called with what is being done.
 
@@ -86,17 +88,20 @@ def guard(
 
     Raises:
         DamageError: something was found, and ``on_damage`` is ``"raise"``.
-        ValueError: ``on_damage`` is something else, or ``compare`` refuses the models.
+        ValueError: ``on_damage`` is something else, ``max_metric_change`` comes without ``metric``, or ``compare``
+            refuses the models.
     """
     if on_damage not in ("warn", "raise", "revert"):
         raise ValueError(f"on_damage must be 'warn', 'raise' or 'revert', got {on_damage!r}.")
+    if max_metric_change is not None and metric is None:
+        raise ValueError(f"max_metric_change={max_metric_change!r} needs a metric; pass metric= as well.")
     batches = list(batches_of(data))
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
     try:
         with evaluating(compressed_model), torch.no_grad():
             for batch in batches:
-                inputs = inputs_of(batch, float_model)
+                inputs = inputs_of(batch, float_model).copied()
                 compressed_model(*inputs.args, **inputs.kwargs)
     finally:
         watch.close()
@@ -108,6 +113,7 @@ def guard(
         *check_layers(report),
         *check_sizes(float_model, compressed_model, plan),
         *check_bounds(report, min_sqnr_db, max_kl, max_metric_change),
+        *check_measured(report, min_sqnr_db, max_kl, max_metric_change),
     ]
     findings = tuple(finding for finding in dict.fromkeys(found) if finding.code not in ignore)
     if not findings or on_damage == "warn":
@@ -179,10 +185,12 @@ class _Reverter:
     def _replace(self, path: str) -> bool:
         if not path:
             return False
-        parent, _, child = path.rpartition(".")
-        owner = self.model.get_submodule(parent)
-        original = copy.deepcopy(self.float_model.get_submodule(path))
-        setattr(owner, child, original.train(owner.training))
+        found = self.model.get_submodule(path)
+        original = copy.deepcopy(self.float_model.get_submodule(path)).train(found.training)
+        for name, module in list(self.model.named_modules(remove_duplicate=False)):
+            if module is found:
+                parent, _, child = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, original)
         wrap_forward(ShieldScope(original))  # its calls are none of those that were planned for the modules around it
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
+    "MASKED",
     "PIECE",
     "SQNR_LIMIT_DB",
     "ErrorAccumulator",
@@ -27,6 +29,9 @@ SQNR_LIMIT_DB = 200.0
 PIECE = 1 << 20
 """Elements that are looked at at once, so that sums over a large tensor need little memory beside it."""
 
+MASKED = 1e30
+"""Values of this size and above stand for infinity: what masked positions hold, such as the least float32."""
+
 _LOST = 0.5
 _HIDDEN_DB = 10.0
 
@@ -39,7 +44,8 @@ class ErrorMetrics(_Report):
     """How far a tensor is from its reference.
 
     Attributes:
-        sqnr_db: power of the reference over the power of the difference, in dB, at most 200 (equal).
+        sqnr_db: power of the reference over the power of the difference, in dB, at most 200 (equal). Entries that stand
+            for infinity in both, such as the least float32 of masked positions, are left out.
         channel_sqnr_db: the same, where the relative noise is averaged over channels, each counted as 1 at most: low
             where channels drown that are small beside others.
         lost_channels: share of channels whose noise has more than half of their power.
@@ -95,6 +101,7 @@ class ErrorAccumulator:
         self._sums = [0.0, 0.0, 0.0, 0.0]
         self._max_error = 0.0
         self._not_finite = 0
+        self._masked = MASKED
         self._channels: torch.Tensor | None = None
 
     def update(self, reference: torch.Tensor, other: torch.Tensor) -> None:
@@ -108,6 +115,7 @@ class ErrorAccumulator:
         self.batches += 1
         if not reference.numel():
             return
+        self._masked = torch.finfo(torch.float16).max if reference.dtype == torch.float16 else MASKED
         axis = self.channel_axis if reference.ndim > 1 else None
         sums = torch.zeros(2, 1 if axis is None else reference.shape[axis], dtype=torch.float64)
         pieces = zip(pieces_of(reference.detach(), axis), pieces_of(other.detach(), axis), strict=True)
@@ -123,15 +131,16 @@ class ErrorAccumulator:
         if not self.batches:
             return None
         signal, noise, dot, power = self._sums
-        norms = math.sqrt(signal * power)
+        norms = math.sqrt(signal) * math.sqrt(power)
+        cosine = dot / norms if norms else float(signal == power)
         shares = self._channel_noise()
         broken = self._not_finite > 0
         return ErrorMetrics(
             sqnr_db=-SQNR_LIMIT_DB if broken else decibels(signal, noise),
             channel_sqnr_db=decibels(signal, noise) if shares is None else decibels(1.0, float(shares.mean())),
             lost_channels=0.0 if shares is None else float((shares > _LOST).double().mean()),
-            cosine=dot / norms if norms else float(signal == power),
-            max_error=self._max_error,
+            cosine=cosine if math.isfinite(cosine) else 0.0,
+            max_error=min(self._max_error, sys.float_info.max),
             not_finite=self._not_finite,
         )
 
@@ -143,6 +152,9 @@ class ErrorAccumulator:
             y = torch.where(finite, y, 0.0)  # what is lost counts as an error of the size of the signal
             x = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)  # masked attention scores
             y = torch.nan_to_num(y, nan=0.0, posinf=0.0, neginf=0.0)
+        masked = (x.abs() >= self._masked) & (x == y)
+        if bool(masked.any()):  # their power would hide every error beside them
+            x, y = x.masked_fill(masked, 0.0), y.masked_fill(masked, 0.0)
         self._sums[2] += float((x * y).sum())
         self._sums[3] += float(y.square().sum())
         difference = y - x
@@ -163,7 +175,7 @@ class ErrorAccumulator:
         used = (signal > 0) | (noise > 0)
         if not bool(used.any()):
             return torch.zeros(1, dtype=signal.dtype)
-        share = torch.where(signal > 0, noise / signal.clamp_min(1e-300), torch.ones_like(noise))
+        share = torch.where(signal > 0, noise / signal.clamp_min(1e-300), torch.ones_like(noise)).nan_to_num(1.0)
         return share[used].clamp_max(1.0)
 
 
@@ -224,7 +236,7 @@ class HistogramAccumulator:
         self._cover(min(float(low) for low, _ in edges), max(float(high) for _, high in edges))
         for piece in pieces:
             # torch's histc leaves out what rounding puts beyond the last edge
-            kept = _finite(piece).clamp(self.low, self.high)
+            kept = _finite(piece).double().clamp(self.low, self.high)  # edges may lie beyond float32
             self.counts += torch.histc(kept, self.bins, self.low, self.high).to("cpu", torch.int64)
 
     def result(self) -> Histogram | None:

@@ -6,13 +6,15 @@ import hashlib
 import io
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from bitwright.config import CompressionConfig
 from bitwright.program.export_errors import blaming_inputs
@@ -22,7 +24,7 @@ from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
 from .applying import apply_configs
-from .fidelity import Metric, Progress, evaluating, make_probe
+from .fidelity import Metric, Progress, evaluating, make_probe, under_all_names
 from .metrics import _Report
 from .report import EndToEnd
 
@@ -114,8 +116,8 @@ def sweep(
     """Measure each candidate on each layer alone.
 
     The model is compressed once per candidate; then one layer at a time takes the place of the float one. Results are
-    written to ``store`` as they come; a later call with the same model, candidates and data goes on where this one
-    was interrupted.
+    written to ``store`` as they come; a later call with the same model, candidates, data, calibration and metric goes
+    on where this one was interrupted.
 
     Args:
         model: the float model; it is not changed.
@@ -128,8 +130,8 @@ def sweep(
 
     Raises:
         TypeError: ``candidates`` is no mapping from names to configurations.
-        ValueError: ``candidates`` or ``data`` is empty, ``store`` belongs to another sweep, or in graph mode, forward
-            fixes a size that differs among batches.
+        ValueError: ``candidates`` or ``data`` is empty, ``store`` belongs to another sweep or is no sweep's file, the
+            metric is not finite, or in graph mode, forward fixes a size that differs among batches.
         PlanError: a candidate cannot be applied.
     """
     if not isinstance(candidates, Mapping) or not all(isinstance(c, CompressionConfig) for c in candidates.values()):
@@ -141,7 +143,7 @@ def sweep(
         raise ValueError("There is nothing to sweep: give at least one candidate configuration.")
     batches = list(batches_of(data))
     calibrating = batches if calibration is None else list(batches_of(calibration))
-    done = _Store(store, _fingerprint(model, candidates, batches))
+    done = _Store(store, "" if store is None else _fingerprint(model, candidates, batches, calibrating, metric))
     clock = _Clock(len(candidates), progress or (lambda _: None))
     entries: list[SweepEntry] = []
     with evaluating(model), torch.no_grad():
@@ -154,7 +156,7 @@ def sweep(
             clock.say(f"{name}: compressing")
             applied = apply_configs(model, [config], calibrating, shapes_of=batches)
             probe = make_probe(model, applied.model, example_of(batches, model))
-            sizes = {size.name: size.nbytes for size in stored_sizes(applied.model)}
+            sizes = under_all_names({size.name: size.nbytes for size in stored_sizes(applied.model)}, model)
             sites = [site for site in probe.layers if site.can_substitute]
             clock.begin(len(sites))
             for site in sites:
@@ -173,7 +175,7 @@ def sweep(
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
-    inputs = inputs_of(batch, model)
+    inputs = inputs_of(batch, model).copied()
     with blaming_inputs(model, inputs.args, inputs.kwargs):
         return model(*inputs.args, **inputs.kwargs)
 
@@ -195,8 +197,9 @@ def _measure(
 
 
 def _entry(site: LayerSite, name: str, output: EndToEnd, model: nn.Module, after: Mapping[str, int]) -> SweepEntry:
-    state = {key: value.numel() * value.element_size() for key, value in model.state_dict().items()}
-    before = {weight: state.get(weight, 0) for weight in site.weights}
+    state = model.state_dict()  # extra state may be anything
+    tensors = {weight: state[weight] for weight in site.weights if isinstance(state.get(weight), torch.Tensor)}
+    before = {weight: tensor.numel() * tensor.element_size() for weight, tensor in tensors.items()}
     return SweepEntry(
         layer=site.name,
         candidate=name,
@@ -215,12 +218,7 @@ class _Store:
         self.completed: set[str] = set()
         if self.path is None:
             return
-        lines = list(self._lines())
-        if lines and lines[0].get("fingerprint") != fingerprint:
-            raise ValueError(
-                f"{str(self.path)!r} holds the results of another sweep: the model's weights, a candidate or the data "
-                "differ. Give another file, or delete this one."
-            )
+        lines = self._lines(fingerprint)
         for line in lines[1:]:
             if "completed" in line:
                 self.completed.add(line["completed"])
@@ -255,18 +253,39 @@ class _Store:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that are whole, and cut off what is not, so that new lines begin at a line's start."""
+    def _lines(self, fingerprint: str) -> list[dict[str, Any]]:
+        """Return the lines that are whole, and cut off what is not, so that new lines begin at a line's start.
+
+        Raises:
+            ValueError: the file is no sweep's, or another sweep's; it is left as it is.
+        """
         assert self.path is not None
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content:
+            return []
+        found = _fingerprint_in(content.partition(b"\n")[0])
+        if found is None:
+            raise ValueError(f"{str(self.path)!r} exists and does not hold the results of a sweep; give another file.")
+        if found != fingerprint:
+            raise ValueError(
+                f"{str(self.path)!r} holds the results of another sweep: the model or its weights, a candidate, the "
+                "data, the calibration or the metric differ. Give another file, or delete this one."
+            )
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             with self.path.open("r+b") as stream:
                 stream.truncate(len(whole))
-        for line in whole.splitlines():
-            yield json.loads(line)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _fingerprint_in(line: bytes) -> str | None:
+    """Return the fingerprint that a sweep's file begins with; None for any other line."""
+    try:
+        header = json.loads(line)
+    except ValueError:
+        return None
+    found = header.get("fingerprint") if isinstance(header, dict) else None
+    return found if isinstance(found, str) else None
 
 
 class _Clock:
@@ -308,23 +327,57 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def _fingerprint(model: nn.Module, candidates: Mapping[str, CompressionConfig[Any]], batches: list[Any]) -> str:
-    """A hash of weights, configurations and data."""
+def _fingerprint(
+    model: nn.Module,
+    candidates: Mapping[str, CompressionConfig[Any]],
+    batches: list[Any],
+    calibration: list[Any],
+    metric: Metric | None,
+) -> str:
+    """A hash of the model, configurations, data, and the metric's name."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        _hash_tensor(digest, tensor)
+    digest.update(_shown(model))
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        _hash(digest, value)
     for name, config in candidates.items():
         digest.update(f"{name}{type(config).__name__}".encode())
         digest.update(config.to_json(indent=None).encode())
-    for leaf in torch.utils._pytree.tree_leaves(batches):
-        if isinstance(leaf, torch.Tensor):
-            _hash_tensor(digest, leaf)
-        else:
-            digest.update(repr(leaf).encode())
+    _hash(digest, batches)
+    if calibration is not batches:
+        _hash(digest, calibration)
+    if metric is not None:
+        digest.update(str(getattr(metric, "__qualname__", type(metric).__qualname__)).encode())
     return digest.hexdigest()
 
 
+def _hash(digest: Any, value: Any) -> None:
+    """Hash tensors by dtype, shape and content, containers by what they hold, and anything else as it prints."""
+    if isinstance(value, torch.Tensor):
+        _hash_tensor(digest, value)
+        return
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    leaves, spec = tree_flatten(value, is_leaf=lambda entry: isinstance(entry, Mapping))
+    if len(leaves) == 1 and leaves[0] is value:
+        digest.update(_shown(value))
+        return
+    digest.update(str(spec).encode())
+    for leaf in leaves:
+        _hash(digest, leaf)
+
+
 def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    digest.update(f"{tensor.layout}{tensor.dtype}{tuple(tensor.shape)}".encode())
+    if tensor.layout != torch.strided:
+        sparse = tensor.detach().to_sparse().coalesce()
+        _hash_tensor(digest, sparse.indices())
+        _hash_tensor(digest, sparse.values())
+        return
     data = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(data.view(torch.uint8).numpy() if data.numel() else b"")
+
+
+def _shown(value: Any) -> bytes:
+    """How an object prints, without addresses, which differ from run to run."""
+    return re.sub(r"\b0x[0-9a-f]+", "", repr(value)).encode()

@@ -16,7 +16,7 @@ from bitwright.quantization.spec import QuantizationScheme
 from .graph_ops import passthrough_of
 from .mutation import Aliases
 
-__all__ = ["KnownRange", "known_range", "known_ranges", "sentinel_values"]
+__all__ = ["Bounds", "KnownRange", "behind_dropout", "known_range", "known_ranges", "sentinel_values"]
 
 Bounds = tuple[float | None, float | None]
 
@@ -74,8 +74,13 @@ def known_ranges(program: Program) -> dict[int, KnownRange]:
 def _handed_on(fact: KnownRange | None, op: Op) -> KnownRange | None:
     if fact is None or "dropout" not in op.type:
         return fact
-    # In training, dropout scales up what it keeps.
-    return KnownRange(fact.scheme, (0.0, None)) if fact.bounds[0] == 0.0 else None
+    bounds = behind_dropout(fact.bounds)
+    return KnownRange(fact.scheme, bounds) if bounds[0] is not None else None
+
+
+def behind_dropout(bounds: Bounds) -> Bounds:
+    """Return what is left of ``bounds`` behind a dropout, which scales up what it keeps in training: 0 as the low."""
+    return (0.0 if bounds[0] == 0.0 else None), None
 
 
 # A number at least this large stands for infinity.
@@ -83,6 +88,8 @@ _HUGE = 1e30
 # In front of a softmax a number like this hides what it is added to, as the -100 of shifted windows does:
 # exp(-50) is 2e-22.
 _HIDING = -50.0
+# Two numbers in a byte, which torch cannot take apart.
+_PACKED_PAIRS = frozenset({torch.float4_e2m1fn_x2})
 _NORMALISERS = frozenset({"softmax", "scaled_dot_product_attention"})
 _SOURCES = frozenset(
     {"full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "mul"} | {"tensor"}
@@ -185,8 +192,11 @@ def _hides_by_state(value: Value) -> bool:
 
 
 def _readable_buffer(value: Value) -> torch.Tensor | None:
-    """Return the numbers of a buffer of real numbers, None where there are none."""
+    """Return the numbers of a dense buffer of real numbers, None where there are none."""
     state = value.state
     if state is None or state.is_parameter or not state.tensor.is_floating_point():
         return None
-    return None if state.tensor.is_meta or state.tensor.numel() == 0 else state.tensor.detach()
+    tensor = state.tensor.detach()
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.dtype in _PACKED_PAIRS:
+        return None
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor  # there is no minimum of float8

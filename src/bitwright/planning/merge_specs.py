@@ -14,11 +14,10 @@ from bitwright.quantization.spec.qparams_calculator import (
     _DefaultQParamsCalculator,
 )
 
+from .known_ranges import Bounds, behind_dropout
 from .slots import Demand, Slot
 
 __all__ = ["effective", "merge_specs", "with_fields"]
-
-_Bounds = tuple[float | None, float | None]
 
 
 def merge_specs(slots: Sequence[Slot]) -> tuple[QuantizationSpec | None, Demand | None, str]:
@@ -96,7 +95,8 @@ def _known_scheme(slots: Sequence[Slot]) -> QuantizationScheme | None:
     return QuantizationScheme.ASYMMETRIC if QuantizationScheme.ASYMMETRIC in schemes else QuantizationScheme.SYMMETRIC
 
 
-def _common_bounds(slots: Sequence[Slot]) -> _Bounds:
+def _common_bounds(slots: Sequence[Slot]) -> Bounds:
+    scaled = any(map(_leaves_dropout, slots))
     lows: list[float | None] = []
     highs: list[float | None] = []
     for slot in slots:
@@ -104,11 +104,17 @@ def _common_bounds(slots: Sequence[Slot]) -> _Bounds:
             continue
         low, high = slot.demand.spec.float_range
         known = slot.fact.bounds if slot.fact is not None else (None, None)
+        known = behind_dropout(known) if scaled else known
         lows.append(known[0] if low is None else low)
         highs.append(known[1] if high is None else high)
     low = None if None in lows else min(bound for bound in lows if bound is not None)
     high = None if None in highs else max(bound for bound in highs if bound is not None)
     return low, high
+
+
+def _leaves_dropout(slot: Slot) -> bool:
+    producer = slot.value.producer
+    return slot.op is None and producer is not None and "dropout" in producer.type
 
 
 def _overruled(winner: Demand, demands: Sequence[Demand]) -> str:

@@ -9,16 +9,16 @@ import torch
 
 from bitwright.common import CompressionType
 from bitwright.program import Argument
-from bitwright.pruning.spec import NMStructured, PruneImplBase, PruningSpec, Unstructured
+from bitwright.pruning.spec import NMStructured, PruneImplBase, PruningSpec, Unstructured, _MagnitudePruneImpl
 from bitwright.pruning.spec.errors import _BlockSizeMismatchError
 from bitwright.pruning.spec.scheme import removed_units
 
-from .ops import PRUNER_OPS
+from .ops import PRUNER_OPS, AxisConflictError, default_weight_axes
 from .packed_sizes import bytes_under
 from .plan import Problem, Severity
 from .weight_only import WeightRequest, WeightResolution, WeightTechnique
 
-__all__ = ["COLLECTED_OPS", "PruningTechnique"]
+__all__ = ["COLLECTED_OPS", "PruningTechnique", "ranks_rows"]
 
 COLLECTED_OPS = frozenset(
     {"linear", "addmm", "multi_head_attention_forward"}
@@ -76,10 +76,15 @@ class _Kept:
 def _count_kept(spec: PruningSpec, request: WeightRequest) -> _Kept:
     """Count what one weight keeps; where weights are ranked together that is an average."""
     units = spec.pruning_scheme.pool(torch.empty(request.shape, device="meta")).numel()
-    scope = spec.scope or spec.pruning_algo.default_scope
-    rows = _channels(request) if scope == "row" and isinstance(spec.pruning_scheme, Unstructured) else 1
+    rows = _channels(request) if ranks_rows(spec) else 1
     kept = rows * (units // rows - removed_units(units // rows, spec.final_sparsity))
     return _Kept(kept, kept * (math.prod(request.shape) // max(units, 1)))
+
+
+def ranks_rows(spec: PruningSpec) -> bool:
+    """Whether each output channel is ranked by itself, for which the weight must have an axis of these."""
+    scope = spec.scope or spec.pruning_algo.default_scope
+    return scope == "row" and isinstance(spec.pruning_scheme, Unstructured)
 
 
 def _channels(request: WeightRequest) -> int:
@@ -107,13 +112,42 @@ def _check_scope(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
     meaningless = (spec.scope == "row" and not isinstance(spec.pruning_scheme, Unstructured)) or (
         spec.scope == "global" and isinstance(spec.pruning_scheme, NMStructured)
     )
-    if not meaningless:
+    algo = spec.pruning_algo
+    if meaningless:
+        message = (
+            f"scope={spec.scope!r} has no meaning for the scheme {spec.pruning_scheme.describe()} ({request.rule}): "
+            "rows are ranked for Unstructured() only, and an N:M pattern ranks within its groups. Leave scope out."
+        )
+    elif (spec.scope or algo.default_scope) == "global" and not _has_scores(algo):
+        message = (
+            f"scope='global' ({request.rule}) ranks weights together by their scores(), which {algo.__name__} does not "
+            "define: its compute_mask() knows one weight at a time. Define scores(), or give it scope='tensor'."
+        )
+    elif ranks_rows(spec) and _has_no_rows(request):
+        consumers = " and ".join(
+            f"{use.op.type} ({use.op.name})" for use in (*request.state.uses, *request.state.views)
+        )
+        message = (
+            f"output channels of it cannot be ranked one by one ({request.rule}): {consumers} take different "
+            "dimensions for them. Give it scope='tensor'."
+        )
+    else:
         return []
-    message = (
-        f"scope={spec.scope!r} has no meaning for the scheme {spec.pruning_scheme.describe()} ({request.rule}): rows "
-        "are ranked for Unstructured() only, and an N:M pattern ranks within its groups. Leave scope out."
-    )
     return [Problem("scope", request.state.name, message, Severity.ERROR)]
+
+
+def _has_no_rows(request: WeightRequest) -> bool:
+    """Whether the ops that read a weight disagree about its dimension of output channels."""
+    try:
+        default_weight_axes(request.state)
+    except AxisConflictError:
+        return True
+    return False
+
+
+def _has_scores(algo: type[PruneImplBase]) -> bool:
+    """Whether an algorithm's masks follow from its scores, as those by magnitude do from the ones of the base class."""
+    return algo.scores is not PruneImplBase.scores or algo.compute_mask is _MagnitudePruneImpl.compute_mask
 
 
 def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]:

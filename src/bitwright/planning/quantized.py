@@ -19,6 +19,7 @@ from bitwright.quantization.spec.errors import _BlockSizeMismatchError
 
 from .ops import AxisConflictError, default_weight_axes, is_elementwise, is_elementwise_gain
 from .plan import Problem, Severity
+from .stacking import storage_problem
 
 __all__ = ["Resolution", "resolve_activation", "resolve_weight"]
 
@@ -60,6 +61,9 @@ def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_
             return Resolution(None, problem=_unresolved("Weight", state.name, granularity, rule))
         axis = axes.channel if isinstance(granularity, PerChannelGranularity) else axes.block
         spec = spec.model_copy(update={"granularity": granularity.model_copy(update={"axis": axis})})
+    problem = storage_problem(state.name, state.tensor, rule)
+    if problem is not None:
+        return Resolution(None, note="left as it is", problem=problem)
     resolution = _with_blocks(spec, shape, CompressionTargetTensor.WEIGHT, state.name, rule)
     return resolution if resolution.problem is not None else replace(resolution, problem=_non_finite(state))
 

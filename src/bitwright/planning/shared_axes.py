@@ -8,10 +8,11 @@ from bitwright.program import Op
 from bitwright.program.aten_names import canonical_name
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
 
-__all__ = ["channel_axis", "concat_dimension", "keeps_axis"]
+__all__ = ["channel_axis", "concat_dimension", "keeps_axis", "swapped_dimensions"]
 
 _REDUCING = frozenset({"mean"})
-_PERMUTING = frozenset({"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "movedim", "flip", "roll"})
+_SWAPPING = frozenset({"transpose", "swapaxes", "swapdims"})
+_PERMUTING = _SWAPPING | {"permute", "t", "numpy_T", "mT", "movedim", "flip", "roll"}
 _NEVER = frozenset({"flatten", "stack", "unbind"})
 
 
@@ -46,12 +47,21 @@ def keeps_axis(op: Op, axis: int) -> bool:
     return axis < len(after) and before[axis] == after[axis]
 
 
-def _position_after(op: Op, kind: str, axis: int, rank: int) -> int:
+def swapped_dimensions(op: Op, rank: int) -> tuple[int, int] | None:
+    """Return the two dimensions, from the front, that a transposition swaps; None where none are known."""
+    if canonical_name(op.type) not in _SWAPPING:
+        return None
     literals = op.literals
-    if kind in ("transpose", "swapaxes"):
-        first = int(literals.get("dim0", literals.get("axis0", 0))) % rank
-        second = int(literals.get("dim1", literals.get("axis1", 1))) % rank
+    first, second = (literals.get(f"dim{i}", literals.get(f"axis{i}")) for i in range(2))
+    return (first % rank, second % rank) if isinstance(first, int) and isinstance(second, int) else None
+
+
+def _position_after(op: Op, kind: str, axis: int, rank: int) -> int:
+    swapped = swapped_dimensions(op, rank)
+    if swapped is not None:
+        first, second = swapped
         return {first: second, second: first}.get(axis, axis)
     if kind == "permute":
-        return [int(d) % rank for d in literals["dims"]].index(axis) if "dims" in literals else -1
+        dims = op.literals.get("dims")
+        return -1 if dims is None else [int(d) % rank for d in dims].index(axis)
     return -1

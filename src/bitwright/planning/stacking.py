@@ -17,6 +17,7 @@ __all__ = [
     "finite_range",
     "kinds_on",
     "stacking_problem",
+    "storage_problem",
 ]
 
 _Q, _P, _S = CompressionType.QUANTIZATION, CompressionType.PALETTIZATION, CompressionType.PRUNING
@@ -72,6 +73,30 @@ def stacking_problem(name: str, stack: Sequence[nn.Module], new: CompressionType
         reason = _MEANINGLESS.get((kind, new))
         if reason is not None:
             return Problem("order", name, f"{new.value} asked for by {rule} has no meaning: {reason}", Severity.ERROR)
+    return None
+
+
+def storage_problem(name: str, tensor: torch.Tensor, rule: str) -> Problem | None:
+    """Return why the numbers of a weight cannot be read, an error for sparse ones; None where they can.
+
+    Args:
+        name: the weight.
+        tensor: its tensor.
+        rule: the part of the configuration that asks for it.
+    """
+    shape = tuple(tensor.shape)
+    if tensor.layout != torch.strided:
+        message = (
+            f"the weight of shape {shape} is stored as {tensor.layout}, which cannot be compressed ({rule}). Store it "
+            "dense with .to_dense(), or exclude it with None."
+        )
+        return Problem("sparse-layout", name, message, Severity.ERROR)
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        message = (
+            f"the weight of shape {shape} is stored as {tensor.dtype}, so it is compressed already and left as it is "
+            f"({rule}). To compress it otherwise, store what it stands for as bfloat16, or exclude it with None."
+        )
+        return Problem("float8-weight", name, message)
     return None
 
 

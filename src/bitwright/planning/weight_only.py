@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from bitwright.common import CompressionType
@@ -26,7 +25,7 @@ from .packed_sizes import bytes_under
 from .plan import Placement, Plan, PlanRow, Problem, Severity
 from .scripted_modules import scripted_module_problems
 from .simulated_states import FinalizedWeight, WeightProgram
-from .stacking import finite_range, kinds_on, stacking_problem
+from .stacking import finite_range, kinds_on, stacking_problem, storage_problem
 from .states import StateDecision, decide_states
 from .unmatched import unmatched_problems
 from .weight_views import link_views
@@ -221,7 +220,11 @@ class _Builder:
 
     def _resolve(self, decision: StateDecision, stack: tuple[nn.Module, ...]) -> WeightResolution:
         state, rule = decision.state, decision.rule
-        problem = stacking_problem(state.name, stack, self._technique.kind, rule) or _check_values(state, rule)
+        problem = stacking_problem(state.name, stack, self._technique.kind, rule)
+        problem = problem or storage_problem(state.name, state.tensor, rule)
+        if problem is not None:
+            return WeightResolution(None, problems=[problem])
+        problem = _check_values(state, rule)
         if problem is not None and problem.severity is Severity.ERROR:
             return WeightResolution(None, problems=[problem])
         try:
@@ -261,15 +264,7 @@ def _describe_stack(stack: Sequence[nn.Module]) -> str:
 
 
 def _check_values(state: StateTensor, rule: str) -> Problem | None:
-    """Return a problem for a weight with entries that are not finite, that are all equal, or that lie sparse."""
-    if state.tensor.layout != torch.strided:
-        return Problem(
-            "sparse-layout",
-            state.name,
-            f"the weight of shape {tuple(state.tensor.shape)} is stored as {state.tensor.layout}, which cannot be "
-            f"compressed ({rule}). Store it dense with .to_dense(), or exclude it with None.",
-            Severity.ERROR,
-        )
+    """Return a problem for a weight with entries that are not finite, or that are all equal."""
     low, high = finite_range(state.tensor)
     if not (math.isfinite(low) and math.isfinite(high)):
         return Problem(

@@ -9,6 +9,7 @@ from bitwright.program.aten_names import canonical_name
 
 from .graph_ops import only_moves
 from .ops import operand_axes
+from .shared_axes import swapped_dimensions
 
 __all__ = ["link_views", "moved_states", "state_read_by"]
 
@@ -77,6 +78,8 @@ def _view(op: Op, output: Value) -> StateView | None:
     kind = canonical_name(op.type)
     if kind in _CASTS and len(output.shape) == len(source.axes):
         return StateView(source.state, source.axes, source.is_cast)
+    if not source.axes:
+        return None
     resized = kind in ("squeeze", "unsqueeze")
     axes = _axes_with_ones(op, kind, source) if resized else _axes_after(op, kind, source.axes)
     if axes is None or len(axes) != len(output.shape):
@@ -116,12 +119,12 @@ def _axes_after(op: Op, kind: str, axes: tuple[int, ...]) -> tuple[int, ...] | N
         return axes[::-1]
     if kind in _SWAPPING and rank >= 2:
         return (*axes[:-2], axes[-1], axes[-2])
-    literals = op.literals
-    if kind in ("transpose", "swapaxes", "swapdims") and {"dim0", "dim1"} <= literals.keys():
+    swapped = swapped_dimensions(op, rank)
+    if swapped is not None:
+        first, second = swapped
         order = list(axes)
-        first, second = int(literals["dim0"]) % rank, int(literals["dim1"]) % rank
         order[first], order[second] = order[second], order[first]
         return tuple(order)
-    if kind == "permute" and len(literals.get("dims", ())) == rank:
-        return tuple(axes[int(d) % rank] for d in literals["dims"])
+    if kind == "permute" and len(op.literals.get("dims", ())) == rank:
+        return tuple(axes[int(d) % rank] for d in op.literals["dims"])
     return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,70 +15,89 @@ from ._matrix_form import MatrixForm
 from ._sparsegpt import InverseFactor, MaskRule, compensate, group_rule, sparsity_rule
 from ._statistics import GramStatistics, NormStatistics
 
-__all__ = ["CalibratedWeight", "calibrate"]
+__all__ = ["calibrate", "is_adjusted"]
 
 _BLOCK = 128
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CalibratedWeight:
-    """What calibration found for one weight; nothing is changed before ``apply``.
+Calibrated = tuple[SimulatorPlace[PruneImplBase], NormStatistics]
+"""A weight, and what was seen of the inputs of its layer."""
 
-    Attributes:
-        place: the weight.
-        scale: how strongly each input moves an output, in a shape that broadcasts against the weight.
-        weight: the adjusted dense weight; None to keep it.
-        mask: the mask that goes with it; None to make it from the scores.
+
+def calibrate(
+    places: Sequence[SimulatorPlace[PruneImplBase]], seen: Sequence[Calibrated], make_masks: Callable[[], None]
+) -> None:
+    """Hand what the statistics say to the simulators, and adjust weights. When that raises, all is as before.
+
+    Args:
+        places: all weights whose masks ``make_masks`` may make.
+        seen: those among them with statistics; layers that were not called stay as they are.
+        make_masks: makes all masks that are out of date.
     """
-
-    place: SimulatorPlace[PruneImplBase]
-    scale: torch.Tensor
-    weight: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-
-    def apply(self) -> None:
-        """Hand everything to the simulator, and write the weight."""
-        self.place.simulator.set_input_scale(self.scale)
-        if self.weight is not None:
-            with torch.no_grad():
-                self.place.original.copy_(self.weight)
-        if self.mask is not None:
-            self.place.simulator.set_mask(self.mask)
+    called = [(place, statistics) for place, statistics in seen if statistics.count]
+    with _undone_on_error(places):
+        for place, statistics in called:
+            if not is_adjusted(place) or place.simulator.scope == "global":
+                place.simulator.set_input_scale(_scale(place, statistics, _factors(statistics)))
+        make_masks()  # of weights that are ranked together, before any of them is adjusted
+        for place, statistics in called:
+            if is_adjusted(place):
+                _compensate(place, statistics)
 
 
-def calibrate(place: SimulatorPlace[PruneImplBase], statistics: NormStatistics) -> CalibratedWeight | None:
-    """Return what follows from the statistics; None if the layer was not called."""
-    form = statistics.form
-    if form is None:
-        return None
-    if not isinstance(statistics, GramStatistics):
-        return CalibratedWeight(place, form.spread(statistics.scale, place.original.shape))
-    factors = [InverseFactor(gram) for gram in statistics.gram]
-    scale = form.spread(torch.stack([f.diagonal for f in factors]).rsqrt(), place.original.shape)
-    if place.below:  # what enters is not the weight itself, so there is nothing to adjust
-        return CalibratedWeight(place, scale)
-    return _compensated(place, form, factors, scale)
+def is_adjusted(place: SimulatorPlace[PruneImplBase]) -> bool:
+    """Whether calibration writes the dense weight, which another simulator must not change on its way to this one."""
+    return place.simulator.input_statistics == "gram" and not place.below
 
 
-def _compensated(
-    place: SimulatorPlace[PruneImplBase], form: MatrixForm, factors: list[InverseFactor], scale: torch.Tensor
-) -> CalibratedWeight:
+@contextmanager
+def _undone_on_error(places: Sequence[SimulatorPlace[PruneImplBase]]) -> Iterator[None]:
+    """Bring back dense weights, masks and scales when the block raises."""
+    states = [place.simulator.remember() for place in places]
+    weights = [(place.original, place.original.detach().clone()) for place in places if is_adjusted(place)]
+    try:
+        yield
+    except BaseException:
+        for bring_back in states:
+            bring_back()
+        with torch.no_grad():
+            for original, weight in weights:
+                original.copy_(weight)
+        raise
+
+
+def _factors(statistics: NormStatistics) -> list[InverseFactor]:
+    return [InverseFactor(gram) for gram in statistics.gram] if isinstance(statistics, GramStatistics) else []
+
+
+def _scale(
+    place: SimulatorPlace[PruneImplBase], statistics: NormStatistics, factors: Sequence[InverseFactor]
+) -> torch.Tensor:
+    """Return how strongly each input moves an output, in a shape that broadcasts against the weight."""
+    assert statistics.form is not None
+    columns = torch.stack([f.diagonal for f in factors]).rsqrt() if factors else statistics.scale
+    return statistics.form.spread(columns, place.original.shape)
+
+
+def _compensate(place: SimulatorPlace[PruneImplBase], statistics: NormStatistics) -> None:
+    """Choose what goes, where no common ranking has done so, and let the other entries make up for it."""
+    form, impl, factors = statistics.form, place.simulator, _factors(statistics)
+    assert form is not None
     dense = place.original.detach()
-    matrices = form.matrices(dense.float())
-    rule = _adaptive_rule(place.simulator, form)
-    masks: list[MaskRule | torch.Tensor]
+    impl.set_input_scale(_scale(place, statistics, factors))
+    rule = _adaptive_rule(impl, form)
+    masks: list[MaskRule | torch.Tensor] = [rule] * len(factors) if rule is not None else []
     if rule is None:
-        fixed = place.simulator.pruning_scheme.mask_from_scores(dense.abs().float() * scale, place.simulator.sparsity)
+        together = impl.scope == "global"
+        fixed = impl.mask if together else impl.pruning_scheme.mask_from_scores(impl.scores(dense), impl.sparsity)
         masks = list(form.matrices(fixed))
-    else:
-        masks = [rule] * len(factors)
     results = [
-        compensate(matrix, factor, mask, _block(place.simulator))
-        for matrix, factor, mask in zip(matrices, factors, masks, strict=True)
+        compensate(matrix, factor, mask, _block(impl))
+        for matrix, factor, mask in zip(form.matrices(dense.float()), factors, masks, strict=True)
     ]
-    weight = form.weight(torch.stack([w for w, _ in results]), dense.shape).to(dense.dtype)
-    mask = form.weight(torch.stack([m for _, m in results]), dense.shape)
-    return CalibratedWeight(place, scale, weight, mask)
+    with torch.no_grad():
+        place.original.copy_(form.weight(torch.stack([w for w, _ in results]), dense.shape))
+    impl.set_mask(form.weight(torch.stack([m for _, m in results]), dense.shape), dense)
 
 
 def _adaptive_rule(impl: PruneImplBase, form: MatrixForm) -> MaskRule | None:

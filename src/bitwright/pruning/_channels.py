@@ -273,7 +273,7 @@ def _channel_dim(layer: nn.Module, value: Value) -> int:
 def _zero_channels(weight: torch.Tensor, axis: int) -> torch.Tensor:
     """Return which channels of a weight have zeros only, bool ``[C]``."""
     others = [dim for dim in range(weight.ndim) if dim != axis]
-    return weight.abs().amax(others).cpu() == 0
+    return (weight == 0).all(others).cpu()
 
 
 def _zero_bias(layer: Any, size: int) -> torch.Tensor:

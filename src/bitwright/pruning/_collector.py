@@ -32,6 +32,7 @@ class InputCollector(TorchFunctionMode):
         self._places = places
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], PruneImplBase]] = {}
         self._handles: list[Any] = []
+        self._enabled: dict[PruneImplBase, bool] = {}
 
     def __enter__(self) -> InputCollector:
         for place in self._places:
@@ -40,6 +41,7 @@ class InputCollector(TorchFunctionMode):
                 kind = GramStatistics if impl.input_statistics == "gram" else NormStatistics
                 self.statistics.setdefault(impl, kind())
                 self._handles.append(place.chain.register_forward_hook(self._note(impl)))
+            self._enabled[impl] = impl.enabled
             impl.enabled = False
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -48,8 +50,8 @@ class InputCollector(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
-        for place in self._places:
-            place.simulator.enabled = True
+        for impl, enabled in self._enabled.items():
+            impl.enabled = enabled
         self._live.clear()
 
     def _note(self, impl: PruneImplBase) -> Callable[[nn.Module, Any, torch.Tensor], None]:

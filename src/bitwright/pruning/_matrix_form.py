@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from bitwright.program.signatures import argument_names
@@ -60,10 +61,17 @@ class LayerInputs:
     Attributes:
         form: how the weight is read.
         columns: ``[G, N, C]``, N positions.
+        lengths: positions of each group, behind which its columns are zero; empty where all have N.
     """
 
     form: MatrixForm
     columns: torch.Tensor
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of each group."""
+        return self.lengths or (self.columns.shape[1],) * self.columns.shape[0]
 
 
 def layer_inputs(
@@ -97,8 +105,8 @@ def _attention(bound: Mapping[str, Any]) -> tuple[torch.Tensor, Callable[[], Lay
         sources = [bound[name].reshape(-1, bound[name].shape[-1]) for name in ("query", "key", "value")]
         if sources[0] is sources[1] or bound["query"] is bound["key"] is bound["value"]:
             return LayerInputs(MatrixForm(), sources[0].unsqueeze(0))
-        length = min(len(source) for source in sources)
-        return LayerInputs(MatrixForm(groups=3), torch.stack([source[:length] for source in sources]))
+        columns = nn.utils.rnn.pad_sequence(sources, batch_first=True)
+        return LayerInputs(MatrixForm(groups=3), columns, tuple(map(len, sources)))
 
     return weight, read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from bitwright._utils.full_precision import full_precision
 from bitwright._utils.parametrization import clear_parametrization, own_parametrizations
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
+from bitwright.program.export_errors import not_a_tuple
 
 from ._channel_moves import widths
 from ._channel_spaces import Reader, Space, Tensor
@@ -74,15 +76,15 @@ def shrink(
         keep: paths of layers, or of modules around them, whose output channels stay.
 
     Raises:
-        TypeError: the model is a captured graph, whose sizes are fixed.
-        ValueError: a path in ``keep`` names no module.
+        TypeError: the model is a captured graph, whose sizes are fixed, or ``example_inputs`` is no tuple.
+        ValueError: a path in ``keep`` names no module, or the example inputs hold no sample.
         RuntimeError: the model's forward raised, or would raise or return something else with fewer channels, which
             names the layers to blame; the model is as it was.
     """
     kwargs = dict(example_kwargs or {})
-    _check_arguments(model, keep)
-    before = run(model, example_inputs, kwargs)
+    _check_arguments(model, example_inputs, keep)
     traced = trace_weights(model, example_inputs, kwargs, every_call=True)
+    before = run(model, example_inputs, kwargs)
     analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, _count_calls(model, example_inputs, kwargs))
     report = ShrinkReport(kept=dict.fromkeys(analysis.uncut, _UNCUT), parameters_before=_count(model))
     _keep(analysis.spaces, keep)
@@ -102,7 +104,9 @@ def shrink(
     return report
 
 
-def _check_arguments(model: nn.Module, keep: Collection[str]) -> None:
+def _check_arguments(model: nn.Module, example_inputs: Any, keep: Collection[str]) -> None:
+    if not isinstance(example_inputs, tuple):
+        raise not_a_tuple(example_inputs)
     if isinstance(model, fx.GraphModule):
         raise TypeError(
             "shrink() takes the module itself, not a captured graph, in which sizes are fixed. Prune and shrink the "
@@ -224,14 +228,14 @@ def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: Shri
         return torch.zeros(space.size, dtype=torch.bool)
     removable = torch.stack([reader.constant.cpu() for reader in space.readers]).all(0)
     for reader in space.readers:
-        values = constants[reader.path].cpu()[reader.entries].view(space.size, -1)
+        values = constants[reader.path].cpu()[reader.entries].view(space.size, reader.repeats)
         blocked = removable & _meets_padding(reader, values)
         if bool(blocked.any()):
             removable = removable & ~blocked
             reason = f"{reader.path} pads, and some of them are constants other than zero"
             report.kept.update(dict.fromkeys(space.writers, reason))
     if bool(removable.all()):
-        removable[0] = False  # a layer without channels is none
+        removable[:1] = False  # a layer without channels is none
     return removable
 
 
@@ -251,13 +255,20 @@ def _constants(
     readers = {reader.path: reader for space in spaces for reader in space.readers}
 
     def note(reader: Reader) -> Any:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            source = inputs[0].detach()
-            found[reader.path] = source.movedim(reader.dim, -1).reshape(-1, source.shape[reader.dim])[0].clone()
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> None:
+            source = (inputs[0] if inputs else named["input"]).detach()
+            moved = source.movedim(reader.dim, -1)
+            samples = math.prod(moved.shape[:-1])
+            if samples == 0:
+                raise ValueError(
+                    f"With the example inputs {reader.path} gets an input of shape {tuple(source.shape)}, which does "
+                    "not show what its channels are. Give example_inputs with at least one sample."
+                )
+            found[reader.path] = moved.reshape(samples, moved.shape[-1])[0].clone()
 
         return hook
 
-    handles = [reader.module.register_forward_pre_hook(note(reader)) for reader in readers.values()]
+    handles = [reader.module.register_forward_pre_hook(note(reader), with_kwargs=True) for reader in readers.values()]
     try:
         run(model, args, kwargs)
     finally:

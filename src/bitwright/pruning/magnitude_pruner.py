@@ -18,10 +18,10 @@ from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightWarning
 from bitwright.planning import Placement
 from bitwright.planning.ops import default_weight_axes
-from bitwright.planning.pruned import PruningTechnique
+from bitwright.planning.pruned import PruningTechnique, ranks_rows
 from bitwright.program.model import StateTensor
 
-from ._calibration import calibrate
+from ._calibration import calibrate, is_adjusted
 from ._collector import InputCollector
 from .channel_removal import ShrinkReport, shrink
 from .config import MagnitudePrunerConfig
@@ -90,7 +90,7 @@ class MagnitudePruner(WeightCompressor):
         spec, state = placement.spec, placement.state
         assert isinstance(spec, PruningSpec)
         assert state is not None
-        axes = default_weight_axes(state) if spec.scope != "tensor" else None
+        axes = default_weight_axes(state) if ranks_rows(spec) else None
         row_axis = 0 if axes is None else axes.channel
         impl: PruneImplBase = spec.pruning_algo(
             target_sparsity=spec.target_sparsity,
@@ -161,7 +161,8 @@ class MagnitudePruner(WeightCompressor):
 
         Raises:
             RuntimeError: the model is not prepared, another mode is active, or no data came.
-            ValueError: the inputs of a pruned layer were not finite; names the weights.
+            ValueError: the inputs of a pruned layer were not finite, or a weight that is to be adjusted is an expanded
+                tensor; names the weights.
         """
         target = self._target(model, "entering calibration mode")
         places = self._places(target)
@@ -169,7 +170,7 @@ class MagnitudePruner(WeightCompressor):
         with self._mode(target, _Lifecycle.CALIBRATING), torch.no_grad():
             with collector:
                 yield self
-            self._apply(places, collector)
+            self._apply(target, places, collector)
             self._make_masks(target)
 
     def shrink(
@@ -191,8 +192,8 @@ class MagnitudePruner(WeightCompressor):
             keep: paths of layers, or of modules around them, whose output channels stay.
 
         Raises:
-            TypeError: the model is a captured graph.
-            ValueError: a path in ``keep`` names no module.
+            TypeError: the model is a captured graph, or ``example_inputs`` is no tuple.
+            ValueError: a path in ``keep`` names no module, or the example inputs hold no sample.
             RuntimeError: the model is not prepared, a mode is active, its forward raised, or the outputs would differ.
         """
         self._require_idle("shrink()")
@@ -215,7 +216,7 @@ class MagnitudePruner(WeightCompressor):
                 stacklevel=3,
             )
 
-    def _apply(self, places: list[SimulatorPlace[PruneImplBase]], collector: InputCollector) -> None:
+    def _apply(self, model: nn.Module, places: list[SimulatorPlace[PruneImplBase]], collector: InputCollector) -> None:
         if not collector.statistics:
             warnings.warn(
                 "calibration_mode() has nothing to calibrate: no weight has a pruning_algo that looks at inputs.",
@@ -234,19 +235,24 @@ class MagnitudePruner(WeightCompressor):
         broken = [place.name for place, statistics in seen if not statistics.is_finite]
         if broken:
             raise ValueError(
-                f"The inputs of {', '.join(map(repr, broken))} had NaN or infinite entries during calibration, so they "
-                "say nothing about importance. Check the data; the model is as it was."
+                f"The inputs of {', '.join(map(repr, broken))} had NaN or infinite entries during calibration, or "
+                "entries whose squares are too large for float32 (beyond about 1e19), so they say nothing about "
+                "importance. Check the data; the model is as it was."
             )
-        found = [calibrate(place, statistics) for place, statistics in seen]
-        for result in found:
-            if result is not None:
-                result.apply()
+        shared = [place.name for place, _ in seen if is_adjusted(place) and _is_expanded(place.original)]
+        if shared:
+            raise ValueError(
+                f"{', '.join(map(repr, shared))} cannot be adjusted by calibration: several entries share one place in "
+                "memory, as in an expanded tensor. Make the weight a copy, nn.Parameter(weight.clone(memory_format="
+                "torch.contiguous_format)), before prepare(), or choose pruning_algo='wanda'. The model is as it was."
+            )
+        calibrate(places, seen, lambda: self._make_masks(model, stacklevel=8))
 
     @staticmethod
     def _places(model: nn.Module) -> list[SimulatorPlace[PruneImplBase]]:
         return unique_simulators(model, PruneImplBase)
 
-    def _make_masks(self, model: nn.Module) -> None:
+    def _make_masks(self, model: nn.Module, stacklevel: int = 6) -> None:
         """Make all masks that are out of date, those with the scope ``"global"`` together."""
         shared: dict[Any, list[SimulatorPlace[PruneImplBase]]] = defaultdict(list)
         for place in self._places(model):
@@ -257,7 +263,7 @@ class MagnitudePruner(WeightCompressor):
                 impl.refresh(place.entering())
         for places in shared.values():
             if any(place.simulator.is_stale for place in places):
-                _rank_together(places)
+                _rank_together(places, stacklevel)
 
 
 def _groups(state: StateTensor) -> int:
@@ -270,26 +276,28 @@ def _groups(state: StateTensor) -> int:
     return 1
 
 
-def _rank_together(places: list[SimulatorPlace[PruneImplBase]]) -> None:
+def _is_expanded(weight: torch.Tensor) -> bool:
+    """Whether entries of a weight share memory along a dimension."""
+    return any(stride == 0 and size > 1 for size, stride in zip(weight.shape, weight.stride(), strict=True))
+
+
+def _rank_together(places: list[SimulatorPlace[PruneImplBase]], stacklevel: int) -> None:
     """Rank the units of several weights against each other."""
-    shapes, pooled = [], []
+    weights, pooled = [], []
     with torch.no_grad():
         for place in places:
-            scores = place.simulator.scores(place.entering())
-            shapes.append(scores.shape)
-            pooled.append(place.simulator.pruning_scheme.pool(scores))
+            weights.append(place.entering())
+            pooled.append(place.simulator.pruning_scheme.pool(place.simulator.scores(weights[-1])))
         device = pooled[0].device
-        kept = keep_largest(
-            torch.cat([part.flatten().float().to(device) for part in pooled]), places[0].simulator.sparsity
-        )
+        kept = keep_largest(torch.cat([part.flatten().to(device) for part in pooled]), places[0].simulator.sparsity)
         parts = torch.split(kept, [part.numel() for part in pooled])
-    for place, part, units, shape in zip(places, parts, pooled, shapes, strict=True):
-        mask = place.simulator.pruning_scheme.spread(part.to(units.device).view(units.shape), shape)
-        place.simulator.set_mask(mask)
+    for place, part, units, weight in zip(places, parts, pooled, weights, strict=True):
+        mask = place.simulator.pruning_scheme.spread(part.to(units.device).view(units.shape), weight.shape)
+        place.simulator.set_mask(mask, weight)
         if not bool(part.any()) and place.simulator.sparsity < 1.0:
             warnings.warn(
-                f"The global ranking removes all of {place.name!r} (shape {tuple(shape)}). Give it scope='tensor', or "
-                "a smaller target_sparsity.",
+                f"The global ranking removes all of {place.name!r} (shape {tuple(weight.shape)}). Give it "
+                "scope='tensor', or a smaller target_sparsity.",
                 BitwrightWarning,
-                stacklevel=6,
+                stacklevel=stacklevel,
             )

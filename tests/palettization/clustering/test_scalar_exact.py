@@ -106,3 +106,13 @@ def test_optimal_for_any_values(pairs: list[tuple[float, int]], count: int) -> N
     best = optimal_errors(values[0].double().numpy() + 0.0, count, weights[0].double().numpy(), np.longdouble)
     slack = 1e-25 * float(values.double().square().max()) * 40
     assert result.error.item() <= best[-1] * (1 + 1e-9) + slack
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("scale", [1e-300, 1e-308, 1e-310, 1e-317])
+def test_values_below_the_normal_range(scale: float, mode: str) -> None:
+    """Their reciprocal is no number; they are clustered as if they were larger."""
+    values = torch.randint(1, 200, (1, 60), generator=torch.Generator().manual_seed(0)).double()
+    plain, tiny = cluster_scalar(values, 4, mode=mode), cluster_scalar(values * scale, 4, mode=mode)
+    assert torch.equal(tiny.indices, plain.indices)
+    torch.testing.assert_close(tiny.centroids / scale, plain.centroids, rtol=1e-5, atol=0)

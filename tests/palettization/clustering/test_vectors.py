@@ -159,3 +159,25 @@ def test_groups_are_independent() -> None:
     others = values.clone()
     others[0] = 5
     assert torch.equal(cluster_vectors(others, 8).centroids[1:], together.centroids[1:])
+
+
+def test_hardly_different_vectors_fill_the_palette() -> None:
+    """A subsample with fewer different vectors than entries: those that it lacks are found among all the others."""
+    values = torch.zeros((1, 100_000, 2))
+    values[0, :20] = normal(1, 20, 2)[0]
+    found = cluster_vectors(values, 16)
+    assert len(torch.unique(found.centroids[0], dim=0)) == 16
+    assert found.error.item() < 0.3
+    far = normal(1, 4096, 2)
+    far[0, 0] = 1e12
+    assert cluster_vectors(far, 16).centroids.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-308, 1e-310, 1e-317])
+def test_vectors_below_the_normal_range(scale: float) -> None:
+    """Their reciprocal is no number; they are clustered as if they were larger."""
+    values = torch.randint(1, 200, (1, 60, 2), generator=torch.Generator().manual_seed(0)).double()
+    plain, tiny = cluster_vectors(values, 4), cluster_vectors(values * scale, 4)
+    assert torch.equal(tiny.indices, plain.indices)
+    torch.testing.assert_close(tiny.centroids / scale, plain.centroids, rtol=1e-5, atol=0)
+    assert torch.equal(assign(values * scale, tiny.centroids), plain.indices)

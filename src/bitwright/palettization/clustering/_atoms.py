@@ -130,7 +130,7 @@ def fill_centroids(
         for i in range(centroids.size):
             centroids[i] = values[min(i, values.size - 1)]
         return values.size, 0.0
-    exponent = math.frexp(max(abs(values[0]), abs(values[-1])))[1]
+    exponent = math.frexp(max(abs(values[0]), abs(values[-1]), 1e-300))[1]  # 2^1024 is no number
     scale = math.ldexp(1.0, -exponent)
     centre = values[values.size // 2] * scale
     heaviest = 0.0

@@ -36,7 +36,7 @@ def label_vectors(values: Tensor, palettes: Tensor) -> Tensor:
     groups, length, dims = values.shape
     labels = torch.empty((groups, length), dtype=torch.uint8, device=values.device)
     reach = torch.maximum(palettes.abs().amax((1, 2)), values.abs().amax((1, 2)).double())
-    scale = torch.ldexp(torch.ones_like(reach), -torch.frexp(reach).exponent).view(groups, 1, 1)
+    scale = torch.ldexp(torch.ones_like(reach), -torch.frexp(reach.clamp_min(1e-300)).exponent).view(groups, 1, 1)
     scaled = palettes * scale
     for piece in _pieces(length, groups * palettes.shape[1] * dims):
         block = values[:, piece].double() * scale

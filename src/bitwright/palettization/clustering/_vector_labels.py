@@ -31,7 +31,7 @@ def label_groups(values: Tensor, palettes: _Floats) -> _Labels:
     low, high = torch.aminmax(values.view(groups, -1), dim=1)
     widest = torch.maximum(high.double().abs(), low.double().abs()).numpy()
     reach = np.maximum(np.abs(palettes).max((1, 2)), widest)
-    scales = np.ldexp(1.0, -np.frexp(np.where(reach > 0, reach, 1.0))[1])
+    scales = np.ldexp(1.0, -np.frexp(np.where(reach > 0, np.maximum(reach, 1e-300), 1.0))[1])
 
     def label(task: tuple[int, slice]) -> None:
         group, piece = task

@@ -89,7 +89,7 @@ def cluster_on_device(
     palettes = torch.stack(run_all(palette, range(groups))).to(values.device)
     if not whole:
         reach = values.abs().amax((1, 2), keepdim=True).double()
-        scale = torch.where(reach > 0, 1.0 / reach, 1.0)
+        scale = torch.where(reach > 0, 1.0 / reach.clamp_min(1e-300), 1.0)
         better = (_lloyd(values.double() * scale, weights, palettes * scale) / scale).cpu().numpy()
         for group in range(groups):
             few = None

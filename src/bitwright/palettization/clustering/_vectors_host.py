@@ -87,6 +87,7 @@ def _chain(
     error = np.inf
     for _ in range(seedings):
         centroids = _seeding.seed_centroids(points, weights, n_clusters, state)
+        centroids = np.concatenate([centroids, np.repeat(centroids[-1:], n_clusters - len(centroids), 0)])
         found = _lloyd.run_lloyd(points, weights, centroids, _TRIAL, 1e-3)
         if found < error:
             best, error = centroids, found
@@ -159,7 +160,7 @@ def _group_of(points: Tensor, weights: _Real) -> _Group:
     centre = points[:: max(1, points.shape[0] // _PIECE)].double().mean(0).numpy()
     low, high = torch.aminmax(points, dim=0)
     reach = float(np.abs(np.stack([low.double().numpy(), high.double().numpy()]) - centre).max())
-    scale = float(np.ldexp(1.0, _REACH - int(np.frexp(reach)[1]))) if reach > 0 else 1.0
+    scale = float(np.ldexp(1.0, _REACH - int(np.frexp(max(reach, 1e-290))[1]))) if reach > 0 else 1.0
     return _Group(points, weights, centre, scale)
 
 

@@ -52,7 +52,8 @@ class ModuleKMeansPalettizerConfig(
 
     Attributes:
         enable_fast_kmeans_mode: find scalar palettes from a histogram of the weight, a little off the optimum;
-            False finds the optimum itself. Must be False for specs with ``cluster_dim > 1``.
+            False finds the optimum itself. Must be False where ``op_state_spec`` has ``cluster_dim > 1``; as in
+            coreai-opt the other sections are not checked, and their vectors are clustered as without it.
         rounding_precision: accepted for code written for coreai-opt, without effect: the histogram follows the range
             of the weight.
         pat_schedule: when palettization starts in training; None for at once.

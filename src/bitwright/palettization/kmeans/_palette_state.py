@@ -28,7 +28,7 @@ class VectorContext(NamedTuple):
     """What ``devectorize`` needs to undo ``vectorize``."""
 
     layout: VectorLayout
-    shape: torch.Size
+    weight: torch.Tensor
 
 
 class PaletteState(_FakePalettizeImplBase):
@@ -186,20 +186,20 @@ class PaletteState(_FakePalettizeImplBase):
         table = lut.reshape(layout.groups * entries, layout.dim).to(weight.device)
         places = places.reshape(-1)  # transposed where one input channel is a group
         decoded = torch.index_select(table.view(-1), 0, places) if layout.dim == 1 else F.embedding(places, table)
-        return self.devectorize(decoded.to(weight.dtype), VectorContext(layout, weight.shape))
+        return self.devectorize(decoded.to(weight.dtype), VectorContext(layout, weight.detach()))
 
     def vectorize(self, weight: torch.Tensor) -> tuple[torch.Tensor, VectorContext]:
         """Return the vectors of each group, ``[P, N, D]``, divided by the channel scale; and the way back."""
         matrix = self._reordered(self._divided(weight))
         layout = self._layout(matrix.shape)
-        return layout.split(matrix), VectorContext(layout, weight.shape)
+        return layout.split(matrix), VectorContext(layout, weight.detach())
 
     def devectorize(self, vectors: torch.Tensor, context: VectorContext) -> torch.Tensor:
-        """Undo :meth:`vectorize`."""
+        """Undo :meth:`vectorize`, in the strides of the weight."""
         matrix = context.layout.join(vectors)
         axis = self.granularity.axis or 0
-        weight = self.reshape_strategy.reshape_to_original(matrix, axis, context.shape)
-        return self._unscale_by_per_channel_scale(weight)
+        weight = self.reshape_strategy.reshape_to_original(matrix, axis, context.weight.shape)
+        return _laid_out_as(context.weight, self._unscale_by_per_channel_scale(weight))
 
     def _layout(self, shape: torch.Size) -> VectorLayout:
         return VectorLayout.of(shape, self.granularity, self.cluster_dim)
@@ -235,8 +235,26 @@ class PaletteState(_FakePalettizeImplBase):
     def _unscale_by_per_channel_scale(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self.per_channel_scale is None else weight * self._broadcast_scale(weight)
 
+    def _other_palettes(self, loaded: torch.Tensor) -> str | None:
+        """Say how saved palettes differ from those of this simulator's settings; None if they do not."""
+        groups = loaded.shape[0] if self.centroids is None else self.centroids.shape[0]
+        expected = (groups, 1 << self.n_bits, self.cluster_dim)
+        if loaded.shape == expected:
+            return None
+        settings = f"n_bits={self.n_bits}, granularity {self.granularity.describe()}, cluster_dim={self.cluster_dim}"
+        return (
+            f"{self.tensor_fqn}: the checkpoint has palettes [P, K, D] of shape {tuple(loaded.shape)}, this model was "
+            f"prepared for {expected} ({settings}). Prepare it with the spec that the checkpoint was made with."
+        )
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Take over saved palettes and indices as they are; the buffers take the saved shapes."""
+        centroids = state_dict.get(prefix + "centroids")
+        difference = None if centroids is None else self._other_palettes(centroids)
+        if difference is not None:
+            errors: list[str] = rest[-1]
+            errors.append(difference)
+            return
         device = self.fake_palett_enabled.device
         for name in _STATE_BUFFERS:
             loaded, own = state_dict.get(prefix + name), self._buffers[name]
@@ -248,3 +266,14 @@ class PaletteState(_FakePalettizeImplBase):
             self._centroids_initialized = True
             self._indices_stale = prefix + "indices" not in state_dict
             self._disabled = False
+
+
+def _laid_out_as(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with the strides of ``weight`` of the same shape, on which those of outputs depend.
+
+    A weight with gaps, or whose elements share memory, has none to offer.
+    """
+    if tensor.stride() == weight.stride():
+        return tensor
+    laid_out = torch.empty_like(weight, dtype=tensor.dtype)
+    return tensor if laid_out.stride() == tensor.stride() else laid_out.copy_(tensor)

@@ -44,14 +44,16 @@ def settle_all(places: Iterable[PalettizedPlace], num_workers: int) -> None:
 
 @contextmanager
 def dense_weights(places: list[PalettizedPlace]) -> Iterator[None]:
-    """Let dense weights through, and switch palettization on again."""
+    """Let dense weights through, then switch palettization on; if the block raises, back to what it was."""
+    afterwards = [place.simulator.is_on for place in places]
     for place in places:
         place.simulator.disable_fake_palett()
     try:
         yield
+        afterwards = [True] * len(places)
     finally:
-        for place in places:
-            place.simulator.enable_fake_palett()
+        for place, on in zip(places, afterwards, strict=True):
+            place.simulator.enable_fake_palett(on)
 
 
 @contextmanager

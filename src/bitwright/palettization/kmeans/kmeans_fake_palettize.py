@@ -108,6 +108,10 @@ class _KMeansFakePalettize(PaletteState):
         self._sensitivities = sensitivities
         self.invalidate()
 
+    def restore_sensitivities(self, sensitivities: torch.Tensor | None) -> None:
+        """Set those that the palettes were made with: unlike new ones they leave the palettes as they are."""
+        self._sensitivities = sensitivities
+
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the palettized weight, or ``weight`` itself while palettization is off.
 
@@ -205,13 +209,16 @@ class _KMeansFakePalettize(PaletteState):
         try:
             found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed, measured=measured)
         except ValueError as error:
-            raise ValueError(f"Cannot cluster {self.tensor_fqn!r}: {error}") from error
+            raise self._named(error) from error
         palettes = found.centroids
         if self._lut_fake_quantizer is not None:
             shares = _SHARES if self._lut_fake_quantizer.n_bits <= _FEW_BITS else (1.0,)
             palettes = fit_to_quantized(vectors, found, self.quantize_lut, shares, weights)
         indices = self._layout(matrix.shape).join_indices(found.indices).contiguous()
         return palettes.to(vectors.dtype), indices
+
+    def _named(self, error: ValueError) -> ValueError:
+        return ValueError(f"Cannot cluster {self.tensor_fqn!r}: {error}")
 
     def importance_of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return how much each entry counts in clustering, float32 ``[P, N, D]``; None where all count alike.
@@ -266,7 +273,11 @@ class _KMeansFakePalettize(PaletteState):
             luts = self._raw_lut(centroids)
             if self._lut_fake_quantizer is not None and is_observed(self._lut_fake_quantizer):
                 luts = quantize_frozen(self._lut_fake_quantizer, luts)[1]
-            return context.layout.join_indices(nearest_entries(vectors, luts)).contiguous()
+            try:
+                found = nearest_entries(vectors, luts)
+            except ValueError as error:
+                raise self._named(error) from error
+            return context.layout.join_indices(found).contiguous()
 
     def follow(self, weight: torch.Tensor, *, refit: bool) -> None:
         """Assign each vector anew if ``weight`` has changed since the last time.

@@ -41,7 +41,11 @@ __all__ = ["KMeansPalettizer"]
 
 _logger = logging.getLogger(__name__)
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_STATE_KEYS = {
+    1: {"version", "step_count", "outdated"},
+    _STATE_VERSION: {"version", "step_count", "outdated", "sensitivities"},
+}
 _SKIPPED = frozenset({"group-size", "cluster-dim"})
 
 
@@ -224,11 +228,7 @@ class KMeansPalettizer(WeightCompressor):
             entry = sensitivities.get(place.parameter_name, sensitivities.get(place.name))
             if entry is None or id(place.simulator) in found:
                 continue
-            if entry.shape != place.original.shape:
-                raise ValueError(
-                    f"The sensitivities of {place.name!r} have shape {tuple(entry.shape)}, the weight has shape "
-                    f"{tuple(place.original.shape)}. They belong to another model."
-                )
+            _check_sensitivities(entry, place)
             found[id(place.simulator)] = entry
         missing = []
         for place in palettized_places(model):
@@ -255,11 +255,7 @@ class KMeansPalettizer(WeightCompressor):
             ValueError: there are none; calibrate first.
         """
         target = self._target(None, "save_sensitivities()")
-        known = {
-            place.parameter_name: place.simulator.sensitivities
-            for place in palettized_places(target)
-            if place.simulator.sensitivities is not None
-        }
+        known = _known_sensitivities(target)
         if not known:
             raise ValueError("No sensitivities found. Run calibration_mode(loss_fn=...) first.")
         save_sensitivities(known, Path(path))
@@ -280,9 +276,12 @@ class KMeansPalettizer(WeightCompressor):
             try:
                 self._apply_schedules()
                 yield self
+            except BaseException:
+                self._complete_after_error(target)
+                raise
             finally:
                 self._active = None
-                self._complete(target)
+            self._complete(target)
 
     def step(self) -> None:
         """Count a training step and let the schedules switch palettization on.
@@ -298,20 +297,26 @@ class KMeansPalettizer(WeightCompressor):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside the model's and the optimizer's ``state_dict``.
 
-        The steps so far, and the weights whose palettes are to be made anew because they were just switched on.
+        The steps so far, the weights whose palettes are to be made anew because they were just switched on, and the
+        sensitivities, each by the name of its parameter.
 
         Raises:
             RuntimeError: the model is not prepared.
         """
         target = self._target(None, "state_dict()")
         outdated = [place.parameter_name for place in palettized_places(target) if place.simulator.is_outdated]
-        return {"version": _STATE_VERSION, "step_count": self._step_count, "outdated": outdated}
+        return {
+            "version": _STATE_VERSION,
+            "step_count": self._step_count,
+            "outdated": outdated,
+            "sensitivities": _known_sensitivities(target),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where ``state_dict`` was called; load the prepared model's own ``state_dict`` before.
 
         Args:
-            state: what ``state_dict`` returned.
+            state: what ``state_dict`` returned; one of version 1, without sensitivities, leaves those that there are.
 
         Raises:
             RuntimeError: the model is not prepared, or a mode is active.
@@ -322,18 +327,26 @@ class KMeansPalettizer(WeightCompressor):
         self._require_idle("load_state_dict()")
         if not isinstance(state, Mapping):
             raise TypeError(f"Expected what KMeansPalettizer.state_dict() returned, got {type(state).__name__}.")
-        if state.keys() != {"version", "step_count", "outdated"} or state["version"] != _STATE_VERSION:
+        version = state.get("version")
+        if not isinstance(version, int) or set(state) != _STATE_KEYS.get(version):
             raise ValueError(
                 f"This is no state of a KMeansPalettizer (version {_STATE_VERSION}): it has {sorted(state)}, version "
-                f"{state.get('version')!r}. Pass what KMeansPalettizer.state_dict() returned."
+                f"{version!r}. Pass what KMeansPalettizer.state_dict() returned."
             )
-        simulators = {place.parameter_name: place.simulator for place in palettized_places(target)}
-        unknown = sorted(set(state["outdated"]) - simulators.keys())
+        places = {place.parameter_name: place for place in palettized_places(target)}
+        known = state.get("sensitivities", {})
+        unknown = sorted({*state["outdated"], *known} - places.keys())
         if unknown:
             raise ValueError(f"The state does not belong to this model, which has no palettes for {unknown}.")
+        for name, entry in known.items():
+            _check_sensitivities(entry, places[name])
         self._step_count = int(state["step_count"])
+        if "sensitivities" in state:
+            for name, place in places.items():
+                entry = known.get(name)
+                place.simulator.restore_sensitivities(None if entry is None else entry.to(place.original.device))
         for name in state["outdated"]:
-            simulators[name].invalidate()
+            places[name].simulator.invalidate()
 
     def _apply_schedules(self) -> None:
         assert self._active is not None
@@ -352,3 +365,29 @@ class KMeansPalettizer(WeightCompressor):
         unsettled = [place for place in places if not place.simulator.is_settled]
         if unsettled:
             settle_all(unsettled, self._num_workers)
+
+    def _complete_after_error(self, target: nn.Module) -> None:
+        """Do what can be done of :meth:`_complete`, so that the error of the caller's block is the one that is told."""
+        try:
+            self._complete(target)
+        except Exception as error:
+            warnings.warn(
+                f"training_mode() was left by an error, and the palettes of the weights as they are now could not be "
+                f"found: {error} They are sought again when next needed.",
+                BitwrightWarning,
+                stacklevel=4,
+            )
+
+
+def _known_sensitivities(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the sensitivities of those palettized weights that have some, by parameter name."""
+    found = {place.parameter_name: place.simulator.sensitivities for place in palettized_places(model)}
+    return {name: entry for name, entry in found.items() if entry is not None}
+
+
+def _check_sensitivities(entry: torch.Tensor, place: PalettizedPlace) -> None:
+    if entry.shape != place.original.shape:
+        raise ValueError(
+            f"The sensitivities of {place.name!r} have shape {tuple(entry.shape)}, the weight has shape "
+            f"{tuple(place.original.shape)}. They belong to another model."
+        )

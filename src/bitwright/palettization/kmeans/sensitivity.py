@@ -115,11 +115,12 @@ class SensitivityStatistics:
 
 def _normalized(total: torch.Tensor) -> torch.Tensor:
     """Divide by the largest; zeros become the smallest that is not zero."""
-    scaled = total * _SCALE
-    peak = scaled.max()
-    if float(peak) == 0.0:
+    peak = float(total.max())
+    if peak == 0.0:
         return torch.ones_like(total)
-    scaled = scaled / peak
+    room = 1.0 if peak < torch.finfo(total.dtype).max / _SCALE else 2.0**-7  # a power of two changes no digit
+    scaled = total * room * _SCALE
+    scaled = scaled / scaled.max()
     least = torch.where(scaled > 0, scaled, torch.inf).min()
     return torch.where(scaled > 0, scaled, least).clamp_min(_SMALLEST)
 
@@ -196,7 +197,12 @@ def load_sensitivities(path: str | Path) -> dict[str, torch.Tensor]:
         except SafetensorError as error:
             if not _is_torch_file(path):
                 raise ValueError(f"{str(path)!r} is no safetensors file: {error}") from error
-    loaded = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        loaded = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # torch lets through whatever the bytes of another format lead to
+        raise ValueError(f"{str(path)!r} is no file of torch.save that holds tensors only: {error!r}") from error
     if not isinstance(loaded, dict) or not all(isinstance(entry, torch.Tensor) for entry in loaded.values()):
         raise ValueError(f"{str(path)!r} does not hold sensitivities: expected tensors by parameter name.")
     return loaded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -22,7 +22,7 @@ __all__ = ["PruneImplBase"]
 Scope = Literal["tensor", "row", "global"]
 InputStatistics = Literal["none", "norms", "gram"]
 
-_RESIZED = ("mask", "input_scale")
+_RESIZED = {"mask": torch.bool, "input_scale": torch.float32}
 
 
 class PruneImplBase(CompressionSimulatorBase, ABC):
@@ -39,7 +39,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
 
     Attributes:
         mask: bool buffer in the shape of the weight, True where an entry is kept; empty until first needed.
-        input_scale: float buffer that broadcasts against the weight: how strongly each input of an output moves it,
+        input_scale: float32 buffer that broadcasts against the weight: how strongly each input of an output moves it,
             from calibration; None without one.
         step_count: int64 buffer, steps of the schedule so far.
         schedule: how sparsity grows with the steps; None for the target from the beginning.
@@ -134,9 +134,14 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             )
         self.sparsity = self.schedule.compute_sparsity(step_count, self.target_sparsity, self._sparsity)
 
-    def set_mask(self, mask: torch.Tensor) -> None:
-        """Take over a mask that was made elsewhere, until the sparsity changes."""
-        self.mask = mask.detach().to(torch.bool)
+    def set_mask(self, mask: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Take over a copy of a mask that was made elsewhere, until the sparsity changes.
+
+        Args:
+            mask: True or 1 where an entry is kept, in the shape of the weight.
+            weight: what it is for: the masked weight lies in memory as the mask does, so that takes this layout.
+        """
+        self.mask = torch.empty_like(mask if weight is None else weight, dtype=torch.bool).copy_(mask.detach())
         self._stale = False
 
     def set_input_scale(self, scale: torch.Tensor | None) -> None:
@@ -147,12 +152,21 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
     def refresh(self, weight: torch.Tensor) -> None:
         """Make the mask from ``weight`` for the present sparsity."""
         with torch.no_grad():
-            self.set_mask(self._build_mask(weight.detach()))
+            self.set_mask(self._build_mask(weight.detach()), weight.detach())
 
     @property
     def is_stale(self) -> bool:
         """Whether the mask will be made anew at the next forward."""
         return self._stale
+
+    def remember(self) -> Callable[[], None]:
+        """Return the function that brings back the mask and what calibration found, as they are now."""
+        mask, scale, stale = self.mask, self.input_scale, self._stale
+
+        def bring_back() -> None:
+            self.mask, self.input_scale, self._stale = mask, scale, stale
+
+        return bring_back
 
     def _build_mask(self, weight: torch.Tensor) -> torch.Tensor:
         return self.compute_mask(weight, self._sparsity, self.pruning_scheme)
@@ -177,12 +191,13 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
     ) -> None:
-        for name in _RESIZED:
+        has_mask, sparsity = prefix + "mask" in state_dict, self._sparsity
+        if has_mask and prefix + "input_scale" not in state_dict:  # from before calibration
+            self.input_scale = None
+        for name, dtype in _RESIZED.items():
             loaded, own = state_dict.get(prefix + name), self._buffers[name]
             if loaded is not None and (own is None or own.shape != loaded.shape):
-                device = self.step_count.device
-                dtype = torch.bool if name == "mask" else loaded.dtype
-                self._buffers[name] = torch.empty(loaded.shape, dtype=dtype, device=device)
+                self._buffers[name] = torch.empty(loaded.shape, dtype=dtype, device=self.step_count.device)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
         # Checkpoints of coreai-opt know no steps.
         optional = [prefix + name for name in ("step_count", "sparsity_state") if prefix + name in missing]
@@ -190,7 +205,21 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             missing.remove(key)
         if not self.sparsity_state.is_meta:
             self._sparsity, self._steps = float(self.sparsity_state), int(self.step_count)
-        self._stale = self.mask.numel() == 0
+        if has_mask:
+            self._stale = self.mask.numel() == 0
+        elif self._sparsity != sparsity:
+            self._stale = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move the buffers, but let none of them lose precision to the dtype that a model is cast to."""
+        scale = self.input_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.sparsity_state.dtype != torch.float64:
+            device = self.sparsity_state.device
+            self.sparsity_state = torch.tensor(self._sparsity, dtype=torch.float64, device=device)
+        if scale is not None and self.input_scale is not None and self.input_scale.dtype != scale.dtype:
+            self.input_scale = scale.to(self.input_scale.device)
+        return self
 
     def extra_repr(self) -> str:
         """Return sparsity and scheme as text."""
@@ -230,7 +259,7 @@ class _WandaPruneImpl(_ScoredPruneImpl):
     def scores(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the magnitudes times the norms of the inputs, once they are known."""
         magnitudes = super().scores(weight)
-        return magnitudes if self.input_scale is None else magnitudes.float() * self.input_scale
+        return magnitudes if self.input_scale is None else magnitudes * self.input_scale
 
 
 @PruneImplBase.register("sparsegpt")

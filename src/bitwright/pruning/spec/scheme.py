@@ -50,7 +50,7 @@ def keep_largest(scores: torch.Tensor, sparsity: float, rows: int = 1) -> torch.
     Returns:
         bool, shape of ``scores``.
     """
-    flat = scores.detach().float().reshape(rows, -1)
+    flat = _widened(scores.detach()).reshape(rows, -1)
     length = flat.shape[1]
     removed = removed_units(length, sparsity)
     if removed == 0:
@@ -66,6 +66,11 @@ def keep_largest(scores: torch.Tensor, sparsity: float, rows: int = 1) -> torch.
     else:
         kept |= ties & (ties.cumsum(1) <= missing)
     return kept.view(scores.shape)
+
+
+def _widened(scores: torch.Tensor) -> torch.Tensor:
+    """Return scores of less than 32 bits as float32, others as they are."""
+    return scores if scores.dtype == torch.float64 else scores.float()
 
 
 class PruningScheme(RegisteredModel, ABC):
@@ -174,7 +179,7 @@ class ChannelStructured(PruningScheme):
                 f"{tuple(scores.shape)}; use Unstructured() for it."
             )
         axis = _normalized_axis(self.axis, scores.shape)
-        return scores.float().mean([dim for dim in range(scores.ndim) if dim != axis])
+        return _widened(scores).mean([dim for dim in range(scores.ndim) if dim != axis])
 
     def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Repeat each channel's decision over its entries."""
@@ -203,7 +208,7 @@ class BlockStructured(PruningScheme):
 
     def pool(self, scores: torch.Tensor) -> torch.Tensor:
         """Return one score per block, shape ``size // block`` in every dimension."""
-        cut = scores.float().square().view(self._cut_shape(scores.shape))
+        cut = scores.double().square().reshape(self._cut_shape(scores.shape))  # float32 holds few squares
         return cut.mean(list(range(1, cut.ndim, 2))).sqrt()
 
     def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -281,7 +286,7 @@ class NMStructured(PruningScheme):
         """Return the mask that removes ``min(n, floor(m * sparsity))`` entries of every group."""
         groups = self.pool(scores)
         removed = min(self.n, math.floor(self.m * sparsity + _ROUNDING))
-        order = groups.float().argsort(stable=True, dim=-1)
+        order = _widened(groups).argsort(stable=True, dim=-1)
         kept = torch.ones_like(groups, dtype=torch.bool)
         kept.scatter_(-1, order[..., :removed], False)
         return self.spread(kept, scores.shape)

@@ -1,0 +1,174 @@
+"""Models that write to what they are given, and outputs with masked, huge or missing numbers, are measured rightly."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.inspection import compare, guard, sweep
+from bitwright.inspection.metrics import ErrorAccumulator
+from bitwright.quantization import Quantizer, QuantizerConfig
+
+MODES = pytest.mark.parametrize("mode", ["eager", "graph"])
+LEAST = torch.finfo(torch.float32).min
+FIRST = torch.tensor([True, False, False, False])
+
+
+class LayerScale(nn.Module):
+    """Scales its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(self.gamma)
+
+
+class Normalizing(nn.Module):
+    """Normalizes its own input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.sub_(1.0).div_(2.0))
+
+
+class Head(nn.Module):
+    """Does something to the output of a layer."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.linear(x))
+
+
+def data() -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+def w8(mode: str = "eager") -> QuantizerConfig:
+    return QuantizerConfig.presets.w8(execution_mode=mode)
+
+
+def prepared(model: nn.Module, mode: str = "eager") -> nn.Module:
+    return Quantizer(copy.deepcopy(model), w8(mode)).prepare((data(),))
+
+
+def spoilt(model: Head) -> Any:
+    compressed: Any = prepared(model)
+    with torch.no_grad():
+        compressed.linear.parametrizations.weight.original.zero_()
+    return compressed
+
+
+def sqnr(model: nn.Module, compressed: nn.Module) -> float:
+    """Of the output, each model being run on inputs of its own."""
+    with torch.no_grad():
+        x, y = model(data()).double(), compressed(data()).double()
+    return 10 * math.log10(float(x.square().sum() / (x - y).square().sum()))
+
+
+@MODES
+def test_layers_that_write_to_their_input(mode: str) -> None:
+    """Running the compressed layer on the float model's tensors leaves these as they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), LayerScale(), nn.Linear(8, 4)).eval()
+    compressed = prepared(model, mode)
+    report = compare(model, compressed, [data()])
+    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr(model, compressed))
+    assert all(layer.isolated.sqnr_db > 40 for layer in report.layers)
+    assert guard(model, compressed, [data()], on_damage="revert", min_sqnr_db=25).reverted == ()
+
+
+@MODES
+def test_models_that_write_to_their_input(mode: str) -> None:
+    """Each run has inputs of its own, and the user's batches stay as they were."""
+    torch.manual_seed(0)
+    model, x = Normalizing().eval(), data()
+    compressed = prepared(model, mode)
+    expected = pytest.approx(sqnr(model, compressed))
+    assert compare(model, compressed, [x]).end_to_end.error.sqnr_db == expected
+    assert sweep(model, {"w8": w8(mode)}, [x]).entries[0].output.error.sqnr_db == expected
+    assert guard(model, compressed, [x], on_damage="revert", min_sqnr_db=25).reverted == ()
+    assert torch.equal(x, data())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_damage_beside_masked_positions(dtype: torch.dtype) -> None:
+    """What stands for minus infinity in both outputs is left out; its power would hide all else."""
+    torch.manual_seed(0)
+    plain = Head(lambda y: y[:, 1:].to(dtype)).eval()
+    masked = Head(lambda y: y.to(dtype).masked_fill(FIRST, torch.finfo(dtype).min)).eval()
+    masked.load_state_dict(plain.state_dict())
+    error = compare(masked, spoilt(masked), [data()]).end_to_end.error
+    expected = compare(plain, spoilt(plain), [data()]).end_to_end.error
+    assert error.sqnr_db == pytest.approx(expected.sqnr_db)
+    assert error.cosine == pytest.approx(expected.cosine)
+
+
+def test_differences_of_huge_numbers() -> None:
+    """Only what is equal in both is left out, and sums that overflow float64 are no reason to fail."""
+    error = ErrorAccumulator()
+    error.update(torch.tensor([LEAST, 1.0]), torch.tensor([0.5 * LEAST, 1.0]))
+    assert error.result().sqnr_db == pytest.approx(20 * math.log10(2))
+    beyond = ErrorAccumulator(-1)
+    beyond.update(torch.full((2, 2), 1e200, dtype=torch.float64), torch.full((2, 2), -1e200, dtype=torch.float64))
+    assert beyond.result().sqnr_db == -200
+    assert beyond.result().channel_sqnr_db <= 0
+
+
+def test_classes_masked_with_minus_infinity() -> None:
+    """KL divergence and agreement are those of the classes that are left."""
+    torch.manual_seed(0)
+    model = Head(lambda y: y.masked_fill(FIRST, -math.inf)).eval()
+    compressed = spoilt(model)
+    end = compare(model, compressed, [data()]).end_to_end
+    with torch.no_grad():
+        first, second = (one(data())[:, 1:].double().log_softmax(-1) for one in (model, compressed))
+    assert end.kl_divergence == pytest.approx(float((first.exp() * (first - second)).sum(-1).mean()))
+    assert end.top1_agreement == pytest.approx(float((first.argmax(-1) == second.argmax(-1)).double().mean()))
+
+
+def test_weights_near_the_largest_number() -> None:
+    """The edges of the histogram may lie beyond float32."""
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[0, 0] = 3.4e38
+    histogram = compare(model, prepared(model), [data()]).layers[0].weights[0].reference
+    assert histogram is not None
+    assert sum(histogram.counts) == 32
+
+
+def test_both_models_run_in_the_callers_modes() -> None:
+    """Under autocast a copy computes what the model does; the float model runs in another thread."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compare(model, copy.deepcopy(model), [data()]).end_to_end.error.sqnr_db == 200
+
+
+def test_metrics_that_return_no_number() -> None:
+    """The error names the model and the batch."""
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    scores = iter([1.0, 1.0, 1.0, math.nan])
+    with pytest.raises(ValueError, match="returned nan for the compressed model's output on batch 2"):
+        compare(model, prepared(model), [data(), data()], metric=lambda output, batch: next(scores))
+
+
+@pytest.mark.parametrize("batches", [0, -1])
+def test_numbers_of_batches_that_are_none(batches: int) -> None:
+    """They are not taken for data that is empty."""
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    with pytest.raises(ValueError, match=f"got batches={batches}"):
+        compare(model, prepared(model), [data()], batches=batches)
