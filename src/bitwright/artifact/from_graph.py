@@ -36,7 +36,9 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
             not calibrated.
     """
-    graph, norms = folded(model), _folded_norms(model)
+    from bitwright.quantization._graph.finalize import folded_norms
+
+    graph, norms = folded(model), folded_norms(model)
     assert isinstance(graph, fx.GraphModule)
     found = GraphSimulators.of(graph)
     # A technique that came after the capture stands on the parameter itself.
@@ -69,15 +71,3 @@ def graph_tensors(model: fx.GraphModule) -> GraphTensors:
         node.name: QuantizedActivation.from_simulator(simulator, node.name) for node, simulator in found.activations
     }
     return tensors, aliases, activations, norms
-
-
-def _folded_norms(model: fx.GraphModule) -> list[str]:
-    """Paths of the batch norms that stand as folds in a prepared graph, each path of one that has several."""
-    from bitwright.quantization._graph.batch_norm import OutputFold
-
-    nodes = model.graph.find_nodes(op="call_module")
-    folds = [node for node in nodes if isinstance(model.get_submodule(str(node.target)), OutputFold)]
-    means: list[Any] = [node.args[3] for node in folds]
-    ids = {id(state_of(model, str(mean.target))) for mean in means}
-    buffers = [(*name.rpartition("."), id(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)]
-    return [path for path, _, attribute, of in buffers if attribute == "running_mean" and of in ids]

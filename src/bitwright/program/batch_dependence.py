@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .exporting import one_at_a_time
-from .protect import preserved_state, without_fake_tensors
+from .protect import preserved_state
 
 __all__ = ["computes_with_sizes"]
 
@@ -47,7 +48,8 @@ def computes_with_sizes(
         sizes: the batch size that was captured, and the other.
 
     Returns:
-        None if the model cannot be run so, or has hooks, which would see the fake tensors.
+        None if the model cannot be run so, keeps something from call to call, or has hooks, which would see the fake
+        tensors.
     """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return None
@@ -57,18 +59,35 @@ def computes_with_sizes(
         return tensor.new_empty(shapes[id(tensor)]) if id(tensor) in shapes else tensor
 
     first_args, first_kwargs = tree_map_only(torch.Tensor, captured, (tuple(args), dict(kwargs)))
-    with one_at_a_time, preserved_state(model), without_fake_tensors(model):
+    with one_at_a_time, preserved_state(model), _preserved_attributes(model):
         try:
-            first = _calls(model, first_args, first_kwargs)
+            first, again = (_calls(model, first_args, first_kwargs) for _ in range(2))
         except Exception:  # the model reads numbers, or an operator has no form without them
+            return None
+        if not _all_alike(first, again, (1, 1)):  # it keeps something from call to call
             return None
         try:
             second = _calls(model, args, kwargs)
         except Exception:  # it is made for the one size only
             return True
-    if len(first) != len(second):
-        return True
-    return not all(_alike(one, other, sizes) for one, other in zip(first, second, strict=True))
+    return not _all_alike(first, second, sizes)
+
+
+@contextmanager
+def _preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """Give modules the attributes back that they had, with what lists and dictionaries held."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [value for _, attributes in before for value in attributes.values()]
+    held = [(value, type(value)(value)) for value in values if type(value) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
+        for value, content in held:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
@@ -95,12 +114,16 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _all_alike(ones: Sequence[Call], others: Sequence[Call], sizes: tuple[int, int]) -> bool:
+    return len(ones) == len(others) and all(_alike(*pair, sizes) for pair in zip(ones, others, strict=True))
+
+
 def _alike(one: Call, other: Call, sizes: tuple[int, int]) -> bool:
     """Whether two calls are the same but for sizes of results, which may follow the batch."""
     name = getattr(one[0], "__name__", "")
     if name in _SHAPED:
         return _follows(one[1:], other[1:], sizes)
-    return one[0] is other[0] and _equal(one[1:], other[1:])
+    return bool(one[0] == other[0]) and _equal(one[1:], other[1:])
 
 
 def _follows(one: Any, other: Any, sizes: tuple[int, int]) -> bool:

@@ -54,6 +54,7 @@ HOLD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "transposed": lambda layer, x: layer(x).transpose(1, 2).mean(1),
     "one more dimension": lambda layer, x: layer(x.unsqueeze(0)).squeeze(0),
     "heads": lambda layer, x: layer(x).unflatten(-1, (2, 4)).transpose(1, 2).flatten(2),
+    "another size": lambda layer, x: layer(x) / x.shape[-1] ** 0.5 * x.size(1),
     "einsum": lambda layer, x: torch.einsum("bth,gh->btg", layer(x), layer.weight[:3]),
     "attention": lambda layer, x: nn.functional.scaled_dot_product_attention(*[layer(x).unsqueeze(1)] * 3),
     "new zeros": lambda layer, x: layer(x) + x.new_zeros(1, 9, 8),

@@ -16,7 +16,10 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from .batch_norm import BiasFold, OutputFold, WeightFold, WeightUnfold
 from .fold_insert import FOLDS
 
-__all__ = ["folded_copy"]
+__all__ = ["folded_copy", "folded_norms"]
+
+# Where a folded graph says which batch norms are part of its weights.
+_NORMS = "_folded_norms"
 
 
 def folded_copy(prepared: fx.GraphModule) -> TracedGraphModule:
@@ -37,9 +40,30 @@ def folded_copy(prepared: fx.GraphModule) -> TracedGraphModule:
     without_stops(twin)
     for view in twin.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         view.target = torch.ops.aten.reshape.default
+    twin.__dict__[_NORMS] = folded_norms(prepared)
     with torch.no_grad():
         _Folder(twin).run()
     return twin
+
+
+def folded_norms(graph: fx.GraphModule) -> list[str]:
+    """Return paths of the batch norms that stand as folds in a prepared graph, or did so before it was finalized.
+
+    Each path of one that has several.
+    """
+    nodes = graph.graph.find_nodes(op="call_module")
+    folds = [node for node in nodes if isinstance(graph.get_submodule(str(node.target)), OutputFold)]
+    means: list[Any] = [node.args[3] for node in folds]
+    ids = {id(_state(graph, str(mean.target))) for mean in means}
+    buffers = [(*name.rpartition("."), id(buffer)) for name, buffer in graph.named_buffers(remove_duplicate=False)]
+    found = [path for path, _, attribute, of in buffers if attribute == "running_mean" and of in ids]
+    return [*graph.__dict__.get(_NORMS, ()), *found]
+
+
+def _state(module: nn.Module, target: str) -> torch.Tensor:
+    path, _, name = target.rpartition(".")
+    state: torch.Tensor = getattr(module.get_submodule(path), name)
+    return state
 
 
 def _states(module: nn.Module) -> list[torch.Tensor]:
@@ -144,12 +168,10 @@ class _Folder:
     def _value(self, argument: Any) -> torch.Tensor | None:
         if argument is None:
             return None
-        path, _, name = str(argument.target).rpartition(".")
         if argument.op == "call_module":
             simulated: torch.Tensor = self.module.get_submodule(str(argument.target))(self._value(argument.args[0]))
             return simulated
-        tensor: torch.Tensor = getattr(self.module.get_submodule(path), name)
-        return tensor
+        return _state(self.module, str(argument.target))
 
     def _drop_unread(self, read: set[str]) -> None:
         """Remove what only the folds read, and nodes that nobody reads any more."""
