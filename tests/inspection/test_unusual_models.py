@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.inspection import compare, guard, sweep
+from bitwright.inspection.applying import apply_configs
 from bitwright.inspection.metrics import ErrorAccumulator
 from bitwright.quantization import Quantizer, QuantizerConfig
 
@@ -172,3 +173,13 @@ def test_numbers_of_batches_that_are_none(batches: int) -> None:
     model = nn.Sequential(nn.Linear(8, 4)).eval()
     with pytest.raises(ValueError, match=f"got batches={batches}"):
         compare(model, prepared(model), [data()], batches=batches)
+
+
+def test_a_batch_that_holds_a_tensor_several_times() -> None:
+    """Attention projects query, key and value at once where they are one tensor; the copies that run are one, too."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(16, 2).eval(), torch.randn(5, 2, 16)
+    config = QuantizerConfig.presets.w8(execution_mode="graph")
+    applied = apply_configs(model, [config], [(x, x, x)])
+    assert len(applied.model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 2
+    assert compare(model, applied.model, [(x, x, x)]).end_to_end.error.sqnr_db > 30

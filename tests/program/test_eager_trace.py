@@ -255,3 +255,22 @@ def test_buffers_that_hold_nan_are_seen_to_be_as_before():
     trace_eager(model, (torch.randn(2, 3),))
     assert model.unset.isnan().all()
     assert model.calls == 0
+
+
+def test_a_buffer_that_grows_is_as_before() -> None:
+    """``buffer.data = ...`` may give it another size."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(5, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache.data = torch.cat([self.cache, x])
+            return self.cache.mean(0)
+
+    model = Growing()
+    with preserved_state(model):
+        model(torch.ones(4, 8))
+        assert model.cache.shape == (9, 8)
+    assert torch.equal(model.cache, torch.zeros(5, 8))

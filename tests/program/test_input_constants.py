@@ -7,6 +7,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ def _prepared(*arguments: Any, **keywords: Any) -> nn.Module:
     ("arguments", "told"),
     [
         ((X, 4.0, False, None), r"Input 'k' was 2\.0 .* is 4\.0 now"),
-        ((X, 2, False, None), r"Input 'k' was 2\.0 .* is 2 now"),
+        ((X, True, False, None), r"Input 'k' was 2\.0 .* is True now"),
         ((X, 2.0, True, None), "Input 'flag' was False .* is True now"),
         ((X, 2.0, 0, None), "Input 'flag' was False .* is 0 now"),
         ((X, 2.0, False, torch.zeros(4, 1)), r"Input 'mask' was None .* is a tensor of shape \(4, 1\) now"),
@@ -69,6 +70,12 @@ def test_constants_given_by_name() -> None:
     with pytest.raises(ValueError, match=r"Input 'kind' was 'b' .* is 'a' now"):
         prepared(X, k=0.5, kind="a")
     assert torch.equal(prepared(X, kind="b", k=0.5), prepared(X, k=0.5, kind="b"))
+
+
+def test_equal_numbers_of_other_types_are_the_same() -> None:
+    prepared = _prepared(X, 2.0, False)
+    for number, flag in ((2, False), (np.float32(2), np.bool_(False)), (np.int64(2), False)):
+        assert torch.equal(prepared(X, number, flag), prepared(X, 2.0, False))
 
 
 def test_not_a_number_is_itself() -> None:

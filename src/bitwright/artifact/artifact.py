@@ -309,14 +309,16 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         """Refuse tensors of the model, of the artifact's shapes, of which one would overwrite the other."""
         _check_initialized(model)
         layouts, packed = dict(self._layouts()), set(self.compressed)
+        stored = {name: layouts.get(self.aliases.get(name, name)) for name, _ in _state_of(model)}
+        fitting = ((n, t) for n, t in _state_of(model) if (s := stored[n]) is not None and s.shape == tuple(t.shape))
         wrong = []
-        for first, second, same in overlapping_tensors(_state_of(model)):
+        for first, second, same in overlapping_tensors(fitting):
             names = [self.aliases.get(name, name) for name in (first, second)]
-            if names[0] == names[1] or not layouts.keys() >= set(names):
+            if names[0] == names[1]:
                 continue
             if same:
                 left, right = map(self.decode, names)
-                differ = not torch.equal(left, right.to(left.dtype))
+                differ = not torch.allclose(left, right.to(left.dtype), rtol=0, atol=0, equal_nan=True)
             else:
                 differ = bool(packed & set(names))
             if differ:

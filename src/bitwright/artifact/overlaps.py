@@ -40,8 +40,8 @@ def _view(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors on one storage do, as far as their dtypes let that be told."""
-    if first.dtype != second.dtype:
+    """Whether two tensors whose stretches of one storage overlap do, as far as their dtypes let that be told."""
+    if first.dtype != second.dtype or (first.is_contiguous() and second.is_contiguous()):
         return True
     taken = torch.zeros(first.untyped_storage().nbytes() // first.itemsize, dtype=torch.bool)
     taken.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)

@@ -135,8 +135,18 @@ def outside_frames() -> Iterator[None]:
 
 
 def kept(value: Any) -> Any:
-    """Return a copy, of tensors in containers too, that later in-place ops do not change."""
-    return tree_map_only(torch.Tensor, torch.clone, value)
+    """Return a copy, of tensors in containers too, that later in-place ops do not change.
+
+    A tensor that stands there twice does so in the copy: attention looks whether its query is its key.
+    """
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return tree_map_only(torch.Tensor, copied, value)
 
 
 def float_tensors(output: Any) -> list[torch.Tensor]:

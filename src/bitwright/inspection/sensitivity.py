@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -352,9 +353,12 @@ def _fingerprint(
 
 
 def _hash(digest: Any, value: Any) -> None:
-    """Hash tensors by dtype, shape and content, containers by what they hold, and anything else as it prints."""
+    """Hash tensors and arrays by dtype, shape and content, containers by their parts, anything else as it prints."""
     if isinstance(value, torch.Tensor):
         _hash_tensor(digest, value)
+        return
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         return
     if isinstance(value, Mapping):
         value = [part for pair in value.items() for part in pair]

@@ -25,6 +25,9 @@ _SHAPED = (
     *("rand", "randn", "empty_strided", "new_empty_strided"),
 )
 
+_FULL = ("full", "new_full")
+_CONTAINERS = (dict, list, set)
+
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -76,16 +79,16 @@ def computes_with_sizes(
 @contextmanager
 def _preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give modules the attributes back that they had, with what lists and dictionaries held."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    values = [value for _, attributes in before for value in attributes.values()]
-    held = [(value, type(value)(value)) for value in values if type(value) in (dict, list, set)]
+    held: dict[int, tuple[Any, Any]] = {}
+    values: list[Any] = [vars(module) for module in model.modules()]
+    for value in values:
+        if type(value) in _CONTAINERS and id(value) not in held:
+            held[id(value)] = value, type(value)(value)
+            values += value.values() if isinstance(value, dict) else value
     try:
         yield
     finally:
-        for attributes, kept in before:
-            attributes.clear()
-            attributes.update(kept)
-        for value, content in held:
+        for value, content in held.values():
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(content)
 
@@ -123,7 +126,18 @@ def _alike(one: Call, other: Call, sizes: tuple[int, int]) -> bool:
     name = getattr(one[0], "__name__", "")
     if name in _SHAPED:
         return _follows(one[1:], other[1:], sizes)
+    if name in _FULL:
+        (one_size, *one_rest), (other_size, *other_rest) = map(_size_first, (one, other))
+        return _follows(one_size, other_size, sizes) and _equal(one_rest, other_rest)
     return bool(one[0] == other[0]) and _equal(one[1:], other[1:])
+
+
+def _size_first(call: Call) -> tuple[Any, ...]:
+    """The size of a call of ``full`` or ``new_full``, and what else it was given."""
+    name, args, kwargs = getattr(call[0], "__name__", ""), list(call[1]), dict(call[2])
+    place = 1 if name == "new_full" else 0
+    size = kwargs.pop("size", None) if len(args) <= place else args.pop(place)
+    return size, args, kwargs
 
 
 def _follows(one: Any, other: Any, sizes: tuple[int, int]) -> bool:

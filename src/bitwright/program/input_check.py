@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.graph import _PyTreeCodeGen
@@ -181,9 +183,15 @@ class InputCheck:
         return computes_with_sizes(model, args, kwargs, captured, sizes) is True
 
 
+# Values of one kind are the same if they are equal.
+_KINDS = ((bool, np.bool_), (numbers.Real,))
+
+
 def _is_same(leaf: Any, constant: Any) -> bool:
     """Whether a graph that was captured with ``constant`` computes what the model does with ``leaf``."""
-    if not isinstance(leaf, type(constant)) or isinstance(leaf, bool) != isinstance(constant, bool):
+    kind = next((kind for kind in _KINDS if isinstance(constant, kind)), (type(constant),))
+    other = next((kind for kind in _KINDS if isinstance(leaf, kind)), (type(leaf),))
+    if kind is not other and not isinstance(leaf, kind):
         return False
     return bool(leaf == constant) or (leaf != leaf and constant != constant)
 

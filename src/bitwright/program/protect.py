@@ -43,7 +43,9 @@ def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Ite
             module.training = training
         with torch.no_grad():
             for buffer, version, saved in buffers:
-                if buffer._version != version or _differs(buffer, saved):
+                if buffer.shape != saved.shape:  # by ``buffer.data = ...``
+                    buffer.data = saved
+                elif buffer._version != version or _differs(buffer, saved):
                     buffer.copy_(saved)
         for module, name, buffer_slot in slots:
             if name in module._buffers and module._buffers[name] is not buffer_slot:

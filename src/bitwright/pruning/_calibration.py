@@ -81,6 +81,7 @@ def _scale(
 
 def _compensate(place: SimulatorPlace[PruneImplBase], statistics: NormStatistics) -> None:
     """Choose what goes, where no common ranking has done so, and let the other entries make up for it."""
+    # Made once more for a common ranking, not kept for all weights: together they are larger than the model.
     form, impl, factors = statistics.form, place.simulator, _factors(statistics)
     assert form is not None
     dense = place.original.detach()
