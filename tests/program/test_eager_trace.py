@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bitwright.errors import TraceError
 from bitwright.program import ValueKind, trace_eager
+from bitwright.program.protect import preserved_state
 
 
 class Mixed(nn.Module):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .exporting import one_at_a_time
-from .protect import preserved_state
+from .protect import contents, preserved_state, refill
 
 __all__ = ["computes_with_sizes"]
 
@@ -26,7 +26,6 @@ _SHAPED = (
 )
 
 _FULL = ("full", "new_full")
-_CONTAINERS = (dict, list, set)
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -79,18 +78,12 @@ def computes_with_sizes(
 @contextmanager
 def _preserved_attributes(model: nn.Module) -> Iterator[None]:
     """Give modules the attributes back that they had, with what lists and dictionaries held."""
-    held: dict[int, tuple[Any, Any]] = {}
-    values: list[Any] = [vars(module) for module in model.modules()]
-    for value in values:
-        if type(value) in _CONTAINERS and id(value) not in held:
-            held[id(value)] = value, type(value)(value)
-            values += value.values() if isinstance(value, dict) else value
+    held = contents(model)
     try:
         yield
     finally:
-        for value, content in held.values():
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+        for value, content in held:
+            refill(value, content)
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["preserved_state", "without_fake_tensors"]
+__all__ = ["contents", "preserved_state", "refill", "without_fake_tensors"]
 
 
 @contextmanager
@@ -73,12 +73,37 @@ def without_fake_tensors(model: nn.Module) -> Iterator[None]:
         (module, {name: (value, _copied(value)) for name, value in vars(module).items()}) for module in model.modules()
     ]
     not_persistent = [set(module._non_persistent_buffers_set) for module in model.modules()]
+    held = contents(model)
     try:
         yield
     finally:
         for (module, before), names in zip(kept, not_persistent, strict=True):
             _take_back_fake_tensors(vars(module), before)
             module._non_persistent_buffers_set &= names | set(module._buffers)
+        for value, content in held:
+            if any(isinstance(entry, FakeTensor) for entry in _entries(value)):
+                refill(value, content)
+
+
+def contents(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the dictionaries, lists and sets in a model's attributes, inner ones too, each with a copy of it."""
+    held: dict[int, tuple[Any, Any]] = {}
+    values: list[Any] = [vars(module) for module in model.modules()]
+    for value in values:
+        if type(value) in (dict, list, set) and id(value) not in held:
+            held[id(value)] = value, type(value)(value)
+            values += _entries(value)
+    return list(held.values())
+
+
+def refill(value: Any, content: Any) -> None:
+    """Give a dictionary, list or set the content of ``content``."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)
+
+
+def _entries(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
 
 
 def _copied(value: Any) -> Any:
@@ -89,8 +114,7 @@ def _take_back_fake_tensors(attributes: dict[str, Any], before: dict[str, tuple[
     """Give attributes the values that they had; torch.export puts copies of lists and dicts in their places."""
     for name, (value, content) in before.items():
         if content is not None and _holds_fake_tensors(value):
-            value.clear()
-            (value.update if isinstance(value, dict) else value.extend)(content)
+            refill(value, content)
             attributes[name] = value
     for name in [name for name, value in attributes.items() if _holds_fake_tensors(value)]:
         if name in before:
