@@ -409,13 +409,6 @@ def test_merged_searched_ranges_keep_a_fixed_end(name: str, float_range: list[fl
     assert float(merged.get_qparams()[0].detach()) > 10 / 255
 
 
-def test_accumulated_ranges_need_a_range_calculator_that_accumulates() -> None:
-    with pytest.raises(ValueError, match=r"MinMaxRangeCalculator keeps .* latest one alone. Use .*'global_minmax'"):
-        calculator(qparam_calculator_cls="accumulated")
-    calculator(qparam_calculator_cls="accumulated", range_calculator_cls="percentile")
-    calculator(WEIGHT, qparam_calculator_cls="accumulated")
-
-
 @pytest.mark.parametrize("float_range", [[None, 70000.0], [-70000.0, None]])
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
 def test_a_fixed_end_beyond_half_precision_is_kept(float_range: list[Any], scheme: str) -> None:

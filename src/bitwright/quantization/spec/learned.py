@@ -213,6 +213,8 @@ class LearnedQParamsCalculatorBase(StatefulQParamsCalculatorBase):
         learned: list[Any] = [self._parameters[name] for name in self._LEARNED]
         if torch.compiler.is_compiling() or any(p.is_meta or p.dtype != torch.float32 for p in learned):
             return False
+        if any(map(is_sharded, (*learned, *self._found))):  # this process has a part of them at most
+            return False
         if len(self._found) != len(learned):
             return True
         return not all(torch.equal(p, found.to(p.device)) for p, found in zip(learned, self._found, strict=True))

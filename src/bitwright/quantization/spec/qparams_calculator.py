@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels.reference import moving_average
 
 from ._calculator_base import QParams, QParamsCalculatorBase
@@ -58,19 +57,9 @@ class StaticQParamsCalculator(StatefulQParamsCalculatorBase):
 class AccumulatedQParamsCalculator(StatefulQParamsCalculatorBase):
     """The range of all tensors seen, kept by a range calculator that accumulates. Merging two of them is exact.
 
-    Raises:
-        ValueError: the tensor is an activation, and the range calculator keeps the latest range alone.
+    With one that keeps the latest range alone, as ``minmax``, it is that of the latest tensor; ``global_minmax`` has
+    that of all.
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        finder = self.range_calculator
-        if self.quantization_target == CompressionTargetTensor.ACTIVATION and not finder.accumulates:
-            raise ValueError(
-                "qparam_calculator_cls 'accumulated' takes the range of all tensors from the range calculator, and "
-                f"{type(finder).__name__} keeps that of the latest one alone. Use qparam_calculator_cls "
-                "'global_minmax', or range_calculator_cls 'percentile', 'mse' or 'histogram'."
-            )
 
     def reset_statistics(self) -> None:
         """Start anew with the next tensor; until then the parameters stay as they are."""
