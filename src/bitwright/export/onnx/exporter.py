@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -115,10 +115,15 @@ def export_onnx(
     _choose_kernels(program.model.graph, integer_kernels, unsigned_activations)
     _choose_precision(program.model, lowered, bfloat16_kernels, float16_kernels)
     keep_moved_batches_apart(program.model.graph)
-    _drop_metadata(program.model)
-    give_names(program.model, names)
-    _declare_domains(program.model, int4)
+    _finish(program.model, names, int4)
     return _save(program, Path(path))
+
+
+def _finish(model: Any, output_names: Sequence[str], int4: str) -> None:
+    """Leave in the model what its readers need, under the names that were asked for."""
+    _drop_metadata(model)
+    give_names(model, output_names)
+    _declare_domains(model, int4)
 
 
 def _tell_of_states(program: Any) -> None:

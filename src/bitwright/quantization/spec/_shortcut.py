@@ -193,8 +193,7 @@ def observing(simulator: Any, calculator: Any, tensor: torch.Tensor) -> Call | N
     written = [t for _, t, _ in state]
 
     def call(simulator: Any, x: torch.Tensor, unneeded: bool) -> torch.Tensor | None:
-        own = simulator.__dict__
-        switch = own["_buffers"]
+        switch = simulator.__dict__["_buffers"]
         if (
             type(x) is not torch.Tensor
             or x.dtype is not dtype
