@@ -98,8 +98,7 @@ def export_onnx(
         ArtifactError: a weight cannot be stored, or an activation was not calibrated.
         OSError: the file cannot be written; an old one stays.
     """
-    _check_arguments(example_inputs, int4, integer_kernels)
-    check_names(input_names, output_names)
+    _check_arguments(example_inputs, int4, integer_kernels, [*(input_names or ()), *(output_names or ())])
     model, example_inputs, example_kwargs = all_on_cpu(model, example_inputs, example_kwargs)
     lowered = lower(model, WeightStandIn, _activation_stand_in)
     version = _opset(lowered, opset)
@@ -137,13 +136,14 @@ def _declare_domains(model: Any, int4: str) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _check_arguments(example_inputs: Any, int4: Any, integer_kernels: Any) -> None:
+def _check_arguments(example_inputs: Any, int4: Any, integer_kernels: Any, names: Sequence[str]) -> None:
     if int4 not in ("qdq", "matmul_nbits"):
         raise ValueError(f"int4 must be 'qdq' or 'matmul_nbits', got {int4!r}.")
     if integer_kernels not in (True, False, "exact", "fused"):
         raise ValueError(f"integer_kernels must be True, False, 'exact' or 'fused', got {integer_kernels!r}.")
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
+    check_names(names)
     for module in ("onnx", "onnxscript", "onnx_ir"):
         require(module, "onnx", "Export to ONNX")
 

@@ -11,15 +11,6 @@ from bitwright.export.extras import require
 __all__ = ["check_names", "distinct_output_names", "give_names"]
 
 
-def check_names(input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> None:
-    """Check the names that a user gives.
-
-    Raises:
-        ValueError: one stands there twice.
-    """
-    _refuse_repeated([*(input_names or ()), *(output_names or ())])
-
-
 def distinct_output_names(graph: Any) -> list[str]:
     """Return the names of the outputs of a graph that torch.onnx made.
 
@@ -27,11 +18,16 @@ def distinct_output_names(graph: Any) -> list[str]:
         ValueError: an input has the same name as another input or an output.
     """
     names = [value.name for value in graph.outputs]
-    _refuse_repeated([*(value.name for value in graph.inputs), *names])
+    check_names([*(value.name for value in graph.inputs), *names])
     return names
 
 
-def _refuse_repeated(names: Iterable[str]) -> None:
+def check_names(names: Iterable[str]) -> None:
+    """Check names of inputs and outputs.
+
+    Raises:
+        ValueError: one stands there twice.
+    """
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         listed = ", ".join(map(repr, repeated))
