@@ -134,6 +134,7 @@ def scatter_number(x: Tensor, dim: int, index: Tensor, value: float, **reduce: A
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Sums at indices: a scatter that adds."""
     return torch.scatter(x, dim, index, src, reduce="add")
 
 
