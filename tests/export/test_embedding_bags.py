@@ -72,7 +72,7 @@ class LastLeftOut(nn.Module):
         return torch.embedding_bag(self.weight, indices, offsets, False, 1, False, None, False, -1)[0]
 
 
-@pytest.mark.parametrize("target", ["coreai", "executorch"])
+@pytest.mark.parametrize("target", ["onnx", "coreai", "executorch"])
 def test_indices_that_count_from_the_end_are_left_out(target, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(f"needs {target}")

@@ -21,7 +21,7 @@ def embedding_bag(
     sparse: bool = False,
     per_sample_weights: Any = None,
     include_last_offset: bool = False,
-    padding_idx: int | None = -1,
+    padding_idx: int | None = None,
 ) -> tuple[Any, ...]:
     """Record the operators of ``aten::embedding_bag.padding_idx``: rows are gathered, and scattered to their bags.
 
@@ -37,7 +37,7 @@ def embedding_bag(
         sparse: of no meaning here.
         per_sample_weights: factors of the rows, shape (count); None for ones.
         include_last_offset: whether the last offset is the end of the last bag.
-        padding_idx: the index that no bag counts; -1 or None for none.
+        padding_idx: the index that no bag counts, from the end if it is negative; None for none.
 
     Returns:
         Shape (bags, width), zeros for empty bags. Then three that nothing reads: ``torch.nn.functional`` hands on the
@@ -55,7 +55,7 @@ def embedding_bag(
     zeros, ones = op.Expand([0], op.Add(count, [1])), op.Expand([1], bags)
     begins = op.ScatterElements(zeros, offsets, ones, axis=0, reduction="add")
     bag = op.Sub(op.Slice(op.CumSum(begins, 0), [0], count, [0]), [1])
-    counted = op.Not(op.Equal(indices, [-1 if padding_idx is None else padding_idx]))
+    counted = op.Not(op.Equal(indices, [-1 if padding_idx is None else padding_idx % weight.shape[0]]))
     rest = op.CastLike([float("-inf") if mode == _MAX else 0.0], rows)
     rows = op.Where(op.Unsqueeze(counted, [1]), rows, rest)
     shape = op.Concat(bags, op.Shape(weight, start=1), axis=0)
