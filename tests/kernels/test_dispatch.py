@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright import kernels
 from bitwright.kernels import Grid, reference
-from bitwright.kernels.operators import decompositions
+from bitwright.kernels.operators import decompositions, exported_fake_quantize
 
 from .kernel_comparing import assert_same
 
@@ -509,3 +509,16 @@ def test_large_results_keep_shape_and_strides() -> None:
     assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
     y.fill_(2.0)
     assert float(y.sum()) == 2.0 * x.numel()
+
+
+def test_the_exported_operator_takes_zero_points_between_the_codes() -> None:
+    x, scale, zero_point = torch.linspace(-10, 10, 64), torch.tensor([0.05]), torch.tensor([0.6])
+    options = {"block_size": (64,), "grid": Grid(torch.int8, -128, 127)}
+    found = exported_fake_quantize(x, scale, zero_point, None, *options.values())
+    assert torch.equal(found, reference.fake_quantize(x, scale, zero_point, None, **options))
+
+
+def test_ranges_of_different_shapes_are_refused() -> None:
+    grid = Grid(torch.int8, -128, 127)
+    with pytest.raises(ValueError, match="one entry per block"):
+        kernels.choose_qparams(-torch.ones(4), torch.ones(1), grid=grid, scheme="symmetric")

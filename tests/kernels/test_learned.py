@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,26 @@ def test_any_layout_dtype_and_number_of_threads(
     assert torch.equal(one[0], reference[0])
     for mine, theirs in zip(one[1:], reference[1:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5 * (x.numel() / theirs.numel()) ** 0.5)
+
+
+def test_gradients_that_stand_for_many() -> None:
+    """``is_grads_batched`` gives what one gradient after the other gives."""
+    made = torch.tensor([0.02]), torch.tensor([0], dtype=torch.int32), torch.tensor([-2.56])
+    options = {"block_size": (4, 16), "grid": Grid(torch.int8, -128, 127), "anchored": False}
+    x = torch.linspace(-4, 4, 64).reshape(4, 16)
+
+    class Learned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return kernels.learned_gradient(gradient, x, *made, **options)[0]
+
+    leaf = x.clone().requires_grad_()
+    y = Learned.apply(leaf)
+    gradients = torch.arange(192.0).reshape(3, 4, 16)
+    (found,) = torch.autograd.grad(y, leaf, gradients, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(y, leaf, gradient, retain_graph=True)[0] for gradient in gradients]
+    assert torch.equal(found, torch.stack(expected))

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.kernels import Grid, reference, saved_as_codes
+from bitwright.kernels import Grid, fake_quantize, reference, saved_as_codes, set_form
 from bitwright.kernels.dispatch import ready_call
 from bitwright.kernels.straight_through import is_straight_through
 
@@ -127,3 +127,34 @@ def test_some_result_tells_that_the_backward_pass_has_begun() -> None:
     x = leaf * 1
     telling = [is_straight_through(call.run_with_gradient(x).grad_fn) for _ in range(2 * memory._TELLING)]
     assert sum(telling) == 2
+
+
+@pytest.mark.parametrize("size", [64, 1 << 18])
+def test_a_clipped_result_takes_gradients_that_stand_for_many(size: int) -> None:
+    """``is_grads_batched``, as a vectorized Jacobian uses it, gives what one gradient after the other gives."""
+    leaf = _data(size).requires_grad_()
+    call, _ = _call(leaf, OUTSIDE)
+    y = call.run_with_gradient(leaf * 1)
+    gradients = torch.stack([torch.ones(size), torch.arange(size, dtype=torch.float32)])
+    (found,) = torch.autograd.grad(y, leaf, gradients, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(y, leaf, gradient, retain_graph=True)[0] for gradient in gradients]
+    assert torch.equal(found, torch.stack(expected))
+    assert not torch.equal(found, gradients)
+
+
+@pytest.mark.parametrize("form", ["auto", "reference"])
+def test_a_clipped_weight_takes_a_sparse_gradient(form: str) -> None:
+    """As that of ``torch.nn.Embedding(sparse=True)``."""
+    before = set_form(form)
+    try:
+        weight = torch.linspace(-10, 10, 64).reshape(8, 8).requires_grad_()
+        scale, zero_point = torch.tensor([0.05]), torch.tensor([0], dtype=torch.int32)
+        y = fake_quantize(weight, scale, zero_point, None, block_size=(8, 8), grid=GRID)
+        torch.nn.functional.embedding(torch.tensor([0, 4]), y, sparse=True).sum().backward()
+    finally:
+        set_form(before)
+    assert weight.grad is not None
+    assert weight.grad.is_sparse
+    expected = torch.zeros(8, 8)
+    expected[4] = 1
+    assert torch.equal(weight.grad.to_dense(), expected)

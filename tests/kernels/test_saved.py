@@ -472,3 +472,25 @@ def test_unshared_gradients_are_known_wherever_they_are_first_asked_for(hooks: C
     with hooks(), torch.inference_mode():
         signs.Signs.prepare()
     assert signs._unshared() == expected
+
+
+def _modulus(y: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(y.view(-1, 2)).abs()
+
+
+def _negated_part(y: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(y.view(-1, 2)).conj().imag ** 2
+
+
+@pytest.mark.parametrize("read", [_modulus, _negated_part])
+def test_views_that_read_elements_otherwise(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Complex numbers, or elements with another sign, are kept as they are saved."""
+    made = torch.tensor([0.05]), torch.tensor([0], dtype=torch.int32), None
+    gradients = []
+    for context in (contextlib.nullcontext(), saved_as_codes(16)):
+        x = torch.linspace(-3, 4, 64).requires_grad_()
+        with context:
+            y = kernels.fake_quantize(x, *made, block_size=(64,), grid=INT8)
+            read(y).sum().backward()
+        gradients.append(x.grad)
+    assert_same(*gradients)

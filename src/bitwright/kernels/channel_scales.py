@@ -15,7 +15,7 @@ from . import reference
 from .dispatch import form_of
 from .layout import LANES
 from .many import Task
-from .ownership import References, is_unshared, references_to
+from .ownership import References, has_memory, is_unshared, references_to
 from .straight_through import Backward
 
 __all__ = ["divided", "scaled", "suits", "unfolded"]
@@ -83,7 +83,7 @@ class _Scaled(torch.autograd.Function):
             return None, None
         references = references_to(grad)
         weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not has_memory(grad):
             return grad * _spread(scale, weight), _sums(grad, weight)
         return _gradients(grad, references, scale, weight=weight)
 
@@ -102,7 +102,7 @@ class _Divided(torch.autograd.Function):
             return None, None
         references = references_to(grad)
         scale, y = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not has_memory(grad):
             return grad / _spread(scale, y), -_sums(grad, y) / scale
         return _gradients(grad, references, scale, result=y)
 
@@ -125,7 +125,7 @@ class _Unfolded(torch.autograd.Function):
             return None, None, None
         references = references_to(grad)
         weight, scale, y, mask = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not has_memory(grad):
             passed = grad / _spread(scale, y) * ctx.pass_on(torch.ones_like(y, requires_grad=False), mask, True)
             return passed * _spread(scale, y), _sums(passed, weight) - _sums(grad, y) / scale, None
         return *_gradients(grad, references, scale, mask=mask, weight=weight, result=y), None
@@ -147,4 +147,4 @@ def _spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _sums(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """The sums of a product over all dimensions but the first."""
-    return (grad * factor).flatten(1).sum(1)
+    return (grad * factor).sum(tuple(range(1, factor.ndim)))

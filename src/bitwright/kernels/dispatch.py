@@ -26,6 +26,7 @@ __all__ = [
     "choose_qparams",
     "dequantize",
     "fake_quantize",
+    "form_for",
     "form_of",
     "is_exporting",
     "is_plain_torch",
@@ -244,7 +245,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def _form_for(x: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
+def form_for(x: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
     """``form_of``; zero points between the codes, as one may learn them, are for the reference."""
     if zero_point is not None and zero_point.dtype.is_floating_point:
         return reference
@@ -282,7 +283,7 @@ def fake_quantize(
 
             return exported_fake_quantize(x, scale, zero_point, minval, block_size, grid)
         return reference.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
-    form = _form_for(x, zero_point)
+    form = form_for(x, zero_point)
     y: torch.Tensor = form.fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     return marked(y, (scale, zero_point, minval), block_size, grid, form)
 
@@ -303,7 +304,7 @@ def quantize(
     Raises:
         ValueError: as ``fake_quantize``.
     """
-    form = reference if is_compiling() else _form_for(x, zero_point)
+    form = reference if is_compiling() else form_for(x, zero_point)
     with torch.no_grad():
         codes: torch.Tensor = form.quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)
     return codes
@@ -336,7 +337,7 @@ def dequantize(
     with torch.no_grad():
         values = codes.to(torch.float32)
         fused = not is_compiling() and output_dtype in _FLOATS
-        form = _form_for(values, zero_point) if fused else reference
+        form = form_for(values, zero_point) if fused else reference
         result: torch.Tensor = form.dequantize(
             values, scale, zero_point, minval, block_size=block_size, grid=grid, output_dtype=output_dtype
         )
@@ -382,9 +383,13 @@ def choose_qparams(
         Tensors in the shape of ``min_val``; zero point and minval are None for float formats.
 
     Raises:
-        ValueError: unknown scheme, or one that the format does not take.
+        ValueError: unknown scheme, or one that the format does not take, or ranges of different shapes.
     """
     reference.check_scheme(grid, scheme, scale_dtype)
+    if min_val.shape != max_val.shape:
+        raise ValueError(
+            f"min_val has shape {tuple(min_val.shape)} and max_val {tuple(max_val.shape)}; give one entry per block."
+        )
     form = reference if is_compiling() or max_val.dtype != min_val.dtype else form_of(min_val)
     result: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = form.choose_qparams(
         min_val, max_val, grid=grid, scheme=scheme, scale_dtype=scale_dtype

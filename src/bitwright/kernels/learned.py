@@ -8,6 +8,7 @@ from torch.compiler import is_compiling
 from . import reference
 from .dispatch import fake_quantize, form_of
 from .grid import Grid, block_view_shape
+from .ownership import has_memory
 
 __all__ = ["learned_gradient"]
 
@@ -44,7 +45,7 @@ def learned_gradient(
         float32, in the shape of ``scale``. Sums do not depend on the number of threads.
     """
     form = reference if is_compiling() or torch.is_grad_enabled() or gradient.dtype != x.dtype else form_of(x)
-    if form is not reference and x.is_cpu and type(gradient) is torch.Tensor:
+    if form is not reference and x.is_cpu and type(gradient) is torch.Tensor and has_memory(gradient):
         from .cpu.learned import learned_gradient as fused
 
         return fused(

@@ -30,10 +30,12 @@ def _operator(
     quant_max: float,
     formulation: str,
 ) -> torch.Tensor:
-    from .dispatch import form_of
+    from .dispatch import form_for
 
     grid = _grid(dtype, quant_min, quant_max, formulation)
-    y: torch.Tensor = form_of(x).fake_quantize(x, scale, zero_point, minval, block_size=tuple(block_size), grid=grid)
+    y: torch.Tensor = form_for(x, zero_point).fake_quantize(
+        x, scale, zero_point, minval, block_size=tuple(block_size), grid=grid
+    )
     return y
 
 

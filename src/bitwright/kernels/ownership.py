@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["References", "is_forgotten", "is_unshared", "on_its_own", "owns_memory", "references_to"]
+__all__ = ["References", "has_memory", "is_forgotten", "is_unshared", "on_its_own", "owns_memory", "references_to"]
 
 References = tuple[int, ...]
 T = TypeVar("T")
@@ -38,9 +38,18 @@ def on_its_own(probe: Callable[[], T]) -> T | None:
     return found[0] if found else None
 
 
+def has_memory(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is a tensor whose elements lie in memory as its strides say.
+
+    A sparse one does not, nor does one that stands for many (``is_grads_batched``).
+    """
+    found: bool = gradient.layout is torch.strided and torch._C._has_storage(gradient)
+    return found
+
+
 def references_to(gradient: torch.Tensor) -> References:
     """Return the counts of references by which ``is_unshared`` judges; to be called from ``backward`` itself."""
-    if not _COUNTED or type(gradient) is not torch.Tensor:
+    if not _COUNTED or type(gradient) is not torch.Tensor or not has_memory(gradient):
         return ()
     storage = gradient.untyped_storage()
     own = getrefcount(gradient), gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

@@ -272,6 +272,9 @@ def pack(saved: torch.Tensor) -> Any:
         substitute is not None
         and whole._version == substitute.version
         and whole.storage_offset() == 0
+        # A view may read the elements as complex numbers, or with another sign.
+        and saved.dtype == whole.dtype
+        and not saved.is_neg()
         and substitute.stands_for(whole)
     ):
         freed: Freed | None = getattr(_local, "freed", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .ownership import References, is_unshared, references_to
+from .ownership import References, has_memory, is_unshared, references_to
 
 __all__ = ["Backward", "is_straight_through", "masked_gradient", "passed_straight", "straight_through"]
 
@@ -60,6 +60,9 @@ def masked_gradient(
         pass_on: see ``backward`` of ``straight_through``.
         references: what ``references_to`` returned for the gradient; an empty tuple never changes it in place.
     """
+    if not has_memory(grad):
+        ones = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).fill_(1)
+        return grad * pass_on(ones, mask, True)
     copied = grad.stride() != strides or grad.is_neg()
     if copied:
         grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
