@@ -420,6 +420,26 @@ def test_in_place_write_across_the_border_is_refused_before_any_change() -> None
     assert run(program, torch.ones(4).half())[0].tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("read_later", [True, False])
+def test_write_through_a_view_across_the_border_is_refused_where_the_rest_is_read(read_later: bool) -> None:
+    """A view in half precision of a float32 tensor is a copy, into which a write would be lost."""
+
+    class WritesToRow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = torch.exp(x)
+            row = whole[0]
+            row.add_(100.0)
+            return whole * 2 if read_later else row * 2
+
+    program, x = export(WritesToRow(), torch.randn(3, 4), decompose=False), torch.randn(3, 4)
+    if read_later:
+        with pytest.raises(ValueError, match=r"add_.*writes in place to select, which has the memory of exp"):
+            cast_fp32_to_fp16(program, ignored_ops=ATEN.exp)
+    else:
+        cast_fp32_to_fp16(program, ignored_ops=ATEN.exp)
+        assert sqnr(WritesToRow()(x), run(program, x.half())[0]) > 50
+
+
 def test_default_dtype_of_the_process_does_not_leak_in() -> None:
     """``zeros`` without a dtype is written with one, so that the program means the same everywhere."""
 

@@ -40,6 +40,7 @@ EXPRESSIONS: list[tuple[Any, tuple[int, int] | None]] = [
     (lambda x, i: x.shape[0] * torch.ones(2, dtype=torch.int64), (5, 5)),
     (lambda x, i: x[0, :2].to(torch.uint8).long() + i.to(torch.int8), (-128, 255 + 127)),
     (lambda x, i: (x.argmax(1) + 1).bool().long(), (1, 1)),
+    (lambda x, i: i.clamp(x.argmax(), x.argmin() - 40), (-40, -6)),
     (lambda x, i: (i.clamp(-3, 9) - 20).abs(), (11, 23)),
     (lambda x, i: -i.clamp(-3, 9), (-9, 3)),
     (lambda x, i: i.clamp(-3, 9).max(), (-3, 9)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,9 +56,13 @@ def _may_share_undeclared(target: OpOverload[..., Any]) -> bool:
 
 def written_in_place(graph: Graph) -> set[Node]:
     """Return the tensors that are written to in a graph that is not functional, and all that may share their memory."""
-    written = (argument for node in graph.nodes for argument in written_arguments(node))
+    return sharing_memory(argument for node in graph.nodes for argument in written_arguments(node))
+
+
+def sharing_memory(tensors: Iterable[Node]) -> set[Node]:
+    """Return tensors, and all of their graph that may share the memory of one."""
 
     def sharing(node: Node) -> list[Node]:
         return [*shared_arguments(node), *(user for user in node.users if node in shared_arguments(user))]
 
-    return reachable(written, sharing)
+    return reachable(tensors, sharing)

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._arguments import written_arguments
+from ._arguments import sharing_memory, written_arguments
 from ._cleanup import CAST_OPS, dtype_of
 from ._intervals import Interval
 from ._numbers import fits_tensor, holds_mask_numbers, largest, loses_precision
@@ -289,9 +289,26 @@ def _check_in_place(module: GraphModule, plan: FloatPlan) -> None:
             if node.op != "call_function" or node.target == torch.ops.aten.detach_.default:
                 continue
             for written in written_arguments(node):
-                if dtype_of(written) == torch.float32 and (node in plan.kept) != plan.native_float32(written):
-                    raise ValueError(
-                        f"{node.name} ({node.target}) writes in place to {written.name}, of which one stays float32 "
-                        f"and the other becomes {plan.dtype}. Make the program functional before casting it: "
-                        "program = program.run_decompositions()."
-                    )
+                if dtype_of(written) == torch.float32:
+                    _check_write(node, written, plan)
+
+
+def _check_write(writer: Node, written: Node, plan: FloatPlan) -> None:
+    stays, memory = plan.native_float32(written), sharing_memory([written])
+    others = [
+        node
+        for node in writer.graph.nodes
+        if node in memory
+        and dtype_of(node) == torch.float32
+        and plan.native_float32(node) != stays
+        and (node.op == "placeholder" or any(writer < user for user in node.users))
+    ]
+    if (writer in plan.kept) == stays and not others:
+        return
+    what = f"{writer.name} ({writer.target}) writes in place to {written.name}"
+    if others:
+        what += f", which has the memory of {others[0].name}"
+    raise ValueError(
+        f"{what}, of which one stays float32 and the other becomes {plan.dtype}. Make the program functional before "
+        "casting it: program = program.run_decompositions()."
+    )

@@ -75,7 +75,8 @@ def _clamp(analysis: RangeAnalysis, node: Node, given: dict[str, Any]) -> Result
     low = analysis.of(given.get("min")) if given.get("min") is not None else None
     high = analysis.of(given.get("max")) if given.get("max") is not None else None
     if bounds is None:
-        return Interval(low.low, high.high) if low is not None and high is not None else None
+        # Where the lower bound lies above the upper one, the result is the upper one.
+        return Interval(min(low.low, high.low), high.high) if low is not None and high is not None else None
     if low is not None:
         bounds = Interval(max(bounds.low, low.low), max(bounds.high, low.high))
     if high is not None:
