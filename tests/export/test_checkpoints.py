@@ -456,6 +456,22 @@ class Volumes(nn.Module):
         return self.fc(self.conv(x) + self.table)
 
 
+@pytest.mark.parametrize("formulation", ["zp", "minval"])
+def test_gguf_refuses_scales_beyond_half_precision(formulation, tmp_path):
+    """Rounded to half precision they would be infinite, and the weight no number."""
+    pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 4)).eval(), torch.randn(2, 32)
+    model[0].weight.data *= 1e8
+    scheme = "symmetric" if formulation == "zp" else "asymmetric"
+    spec = spec_of("int4" if formulation == "zp" else "uint4", blocks(32), qscheme=scheme, qformulation=formulation)
+    _, ready = prepared(model, x, spec)
+    with pytest.raises(ValueError, match=r"0\.weight: its scales or minvals lie beyond 65504"):
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True)
+    state = read_gguf(export_gguf(ready, tmp_path / "m.gguf", round_scales=True, allow_dense=True))
+    assert torch.equal(state["0.weight"], ready[0].weight)
+
+
 def test_gguf_refuses_what_llama_cpp_cannot_open(tmp_path):
     """ggml.h: GGML_MAX_DIMS is 4, GGML_MAX_NAME 64 with the zero; the plan foresees the weight."""
     pytest.importorskip("gguf")

@@ -72,8 +72,9 @@ def export_gguf(
         metadata: further text, numbers and booleans by key.
         rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
         round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it;
-            False refuses them, so that the file decodes to exactly what the model computes. Prepare a float16 model to
-            get scales that fit; it rounds its weights to half precision, and ggml, which decodes in float32, does not.
+            False refuses them, so that the file decodes to exactly what the model computes. Those beyond its range are
+            refused in either case. Prepare a float16 model to get scales that fit; it rounds its weights to half
+            precision, and ggml, which decodes in float32, does not.
         allow_dense: store compressed weights that no type holds as dense tensors with their decoded values.
 
     Returns:
@@ -178,6 +179,8 @@ def type_of(tensor: CompressedTensor[Any], round_scales: bool) -> tuple[str, str
     factors = [tensor.scale(), tensor.minval()]
     if not round_scales and not all(f is None or torch.equal(f.half().float(), f) for f in factors):
         return "", "its scales are no half-precision numbers (round_scales=True rounds them)"
+    if not all(f is None or bool(f.half().isfinite().all()) for f in factors):
+        return "", "its scales or minvals lie beyond 65504, the largest number of half precision"
     if layout.formulation == "minval":
         if tensor.is_sparse:
             return "", "the 'minval' formulation has no code for the zeros of a mask; use qformulation 'zp'"
