@@ -36,6 +36,13 @@ def batches():
 def labelled():
     return [(x, x.sum(1)) for x in batches()]
 
+def one():
+    yield batches()[0]
+    raise OSError("a second batch was asked for")
+
+def leaves():
+    raise SystemExit(0)
+
 empty = []
 number = 3
 name = "batches"
@@ -198,6 +205,10 @@ class TestResults:
         ).stdout
         assert FidelityReport.from_json(document).end_to_end.error.sqnr_db > 30
 
+    def test_no_batch_more_than_needed_is_asked_for(self, folder: Path) -> None:
+        """The next one may be slow, or not there."""
+        run("plan", "clinet:make", "--data", "clinet:one", "--config", "w4.yaml")
+
     def test_labels_are_left_out(self, folder: Path) -> None:
         """Batches of inputs and labels give the report of the inputs alone."""
         rest = ("--config", "w4.yaml", "--json", "-q")
@@ -230,6 +241,10 @@ class TestErrors:
             (("plan", "needy:make", "--data", "clinet:batches", "--config", "w4.yaml"), "named 'nosuchlibrary'"),
             (("plan", "clinet:needs", "--data", "clinet:batches", "--config", "w4.yaml"), "without arguments"),
             (("plan", "clinet:make", "--data", "clinet:broken", "--config", "w4.yaml"), "no such dataset"),
+            (("plan", "clinet:make", "--data", "clinet:leaves", "--config", "w4.yaml"), "ends the process"),
+            (("plan", "script:make", "--data", "clinet:batches", "--config", "w4.yaml"), "ends the process"),
+            (("demo", "--epochs", "0"), "--epochs"),
+            (("compare", *COMMON, "--config", "w4.yaml", "--limit", "-1"), "--limit"),
             (("plan", "clinet:make", "--data", "clinet:name", "--config", "w4.yaml"), "iterable of batches"),
             (("plan", "nonet:make", "--data", "clinet:batches", "--config", "w4.yaml"), "no Python module 'nonet'"),
             (("plan", "none.pt2", "--data", "clinet:batches", "--config", "w4.yaml"), "no file 'none.pt2'"),
@@ -287,6 +302,7 @@ class TestErrors:
         )
         (folder / "damaged.pt2").write_text("no archive")
         (folder / "damaged.py").write_text("def make(:\n")
+        (folder / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])\n")
         (folder / "needy.py").write_text("import nosuchlibrary\n")
         (folder / "needy_net.py").write_text("import needy_n\n")
         (folder / "integer.yaml").write_text(f"{RECIPE}1: x\n")

@@ -124,6 +124,12 @@ def test_a_free_batch_dimension(net: Any) -> None:
     assert TARGETS["onnx"].run(Path("m.onnx"), [torch.randn(3, 64)])[0].shape == (3, 32)
 
 
+def test_a_free_batch_dimension_of_a_finalized_program(net: Any) -> None:
+    """A .pt2 file without a target takes batches of other sizes, too."""
+    export(*COMMON, "--backend", "_torch", "-o", "m.pt2", "--dynamic-batch", "-q")
+    assert torch.export.load("m.pt2").module()(torch.randn(3, 64)).shape == (3, 32)
+
+
 def test_a_free_batch_dimension_of_tensors_in_containers(net: Any) -> None:
     """A list of tensors is an input, too."""
     command = ("exportnet:Pair", "--data", "exportnet:pairs", "--config", "w4.yaml")

@@ -154,7 +154,7 @@ def compare(
     batches: _BatchesOption = None,
     metric: _MetricOption = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Layers to print at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="Layers to print at most.")] = None,
     min_sqnr: Annotated[float | None, typer.Option(help="Exit with 3 below this SQNR of the output, in dB.")] = None,
     json: _JsonOption = False,
     quiet: _QuietOption = False,

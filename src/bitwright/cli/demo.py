@@ -19,7 +19,7 @@ __all__ = ["demo"]
 
 def demo(
     output: Annotated[Path, typer.Option(help="File for the table as JSON.")] = Path("out/demo.json"),
-    epochs: Annotated[int, typer.Option(help="Epochs of float training.")] = 10,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of float training.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of data order and initial weights.")] = 0,
     export: Annotated[
         Path | None,

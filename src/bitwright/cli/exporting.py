@@ -49,7 +49,7 @@ def export(
     out = Output(quiet=quiet)
     chosen = _target(target, backend, output)
     if chosen is None:
-        _export_finalized(out, model, data, config, output, backend or "coreai", batches)
+        _export_finalized(out, model, data, config, output, backend or "coreai", dynamic_batch, batches)
         return
     from bitwright.export.targets import TARGETS
     from bitwright.inspection import apply_configs
@@ -147,7 +147,14 @@ def _write_atomically(output: Path, write: Any) -> None:
 
 
 def _export_finalized(
-    out: Output, model: str, data: str, config: str, output: Path, backend: str, batches: int | None
+    out: Output,
+    model: str,
+    data: str,
+    config: str,
+    output: Path,
+    backend: str,
+    dynamic_batch: bool,
+    batches: int | None,
 ) -> None:
     import torch
 
@@ -157,11 +164,12 @@ def _export_finalized(
 
     net, recipe, feed = load_model(model), load_recipe(config), load_data(data, batches)
     example = inputs_of(feed[0], net)
+    shapes = _free_first(example) if dynamic_batch else None
     with out.progress() as say:
         finalized = apply_configs(net, recipe.configs, feed, progress=say).finalize(backend)
         say("exporting")
         with torch.no_grad():
-            program = exported(finalized.eval(), example.args, dict(example.kwargs))
+            program = exported(finalized.eval(), example.args, dict(example.kwargs), dynamic_shapes=shapes)
         _save_program(program, output)
     out.say(f"saved: {output}")
 

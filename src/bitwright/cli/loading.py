@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -73,11 +74,7 @@ def load_data(name: str, limit: int | None = None) -> list[Any]:
         found = [found]
     if not isinstance(found, Iterable) or isinstance(found, (str, bytes)):
         raise CommandError(f"The data {name!r} is a {type(found).__name__}; it must be an iterable of batches.")
-    batches: list[Any] = []
-    for batch in found:
-        if limit is not None and len(batches) >= limit:
-            break
-        batches.append(batch)
+    batches = list(itertools.islice(found, limit))
     if not batches:
         raise CommandError(f"The data {name!r} is empty; give at least one batch.")
     return batches
@@ -236,7 +233,7 @@ def _attribute(name: str, role: str) -> Any:
                 f"There is no Python module {module_name!r} {where} (for the {role} {name!r})."
             ) from error
         raise CommandError(_import_problem(module_name, name, role, error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(_import_problem(module_name, name, role, error)) from error
     for part in path.split("."):
         try:
@@ -252,15 +249,20 @@ def _attribute(name: str, role: str) -> Any:
 def _called(function: Callable[[], Any], name: str, role: str) -> Any:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
             f"The {role} {name!r} failed when it was called without arguments: {_reason(error)} {_WHERE}"
         ) from error
 
 
-def _import_problem(module_name: str, name: str, role: str, error: Exception) -> str:
+def _import_problem(module_name: str, name: str, role: str, error: BaseException) -> str:
     return f"The Python module {module_name!r} (for the {role} {name!r}) cannot be imported: {_reason(error)}"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return (
+            f"it ends the process ({error!r}), as a script does that reads a command line of its own; put what is for "
+            "the script alone below `if __name__ == '__main__':`."
+        )
     return f"{type(error).__name__}: {error}"
