@@ -23,7 +23,11 @@ from bitwright.program.graph_program import build_program
 from .config import QuantizerConfig
 from .spec import PerChannelGranularity, PerTensorGranularity, QuantizationScheme, QuantizationSpec
 from .spec.learned import LearnedQParamsCalculatorBase
-from .spec.qparams_calculator import DynamicQParamsCalculator
+from .spec.qparams_calculator import (
+    AccumulatedQParamsCalculator,
+    DynamicQParamsCalculator,
+    StaticQParamsCalculator,
+)
 
 __all__ = ["pt2e_quantizer"]
 
@@ -199,7 +203,9 @@ def _constructor(
     }
     observer = getattr(module, names[per_channel, moving])
     options: dict[str, Any] = {}
-    if moving and spec.averaging_constant is not None:
+    if moving and issubclass(spec.qparam_calculator_cls, (StaticQParamsCalculator, AccumulatedQParamsCalculator)):
+        options["averaging_constant"] = 1.0  # They keep the range of the latest tensor.
+    elif moving and spec.averaging_constant is not None:
         options["averaging_constant"] = spec.averaging_constant
     if not is_qat:
         return observer.with_args(**options)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.errors import PlanError
-from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.pt2e import pt2e_quantizer
-from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from bitwright.quantization.spec import FakeQuantizeImplBase, PerBlockGranularity, PerChannelGranularity
 from tests.lambda_module import Lambda
 from tests.measures import sqnr
 
@@ -95,6 +95,29 @@ def test_specs_reach_the_observers() -> None:
     assert (observer.dtype, observer.quant_min, observer.quant_max, observer.ch_axis) == (torch.int8, -8, 7, 1)
     moving = found["MovingAverageMinMaxObserver"]
     assert (moving.dtype, moving.qscheme, moving.averaging_constant) == (torch.uint8, torch.per_tensor_affine, 0.3)
+
+
+@pytest.mark.parametrize("calculator", ["static", "accumulated"])
+def test_the_range_of_the_latest_tensor(calculator: str) -> None:
+    """Simulators with these calculators keep it, and so do the observers."""
+    activation = {"*": QuantizationSpec(qscheme="asymmetric", qparam_calculator_cls=calculator)}
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_input_spec=activation, op_output_spec=None))
+    model, batches = nn.Linear(4, 4), [torch.full((2, 4), 8.0), torch.tensor([[-1.0, 0.0, 1.0, 2.0]] * 2)]
+    observed = flow.prepare_pt2e(graph_of(model, batches[0]), pt2e_quantizer(config, model))
+    quantizer = Quantizer(model, config)
+    prepared = quantizer.prepare((batches[0],))
+    with quantizer.calibration_mode():
+        for batch in batches:
+            observed(batch)
+            prepared(batch)
+    [observer] = [m for m in observed.modules() if type(m).__name__ == "MovingAverageMinMaxObserver"]
+    scale, zero_point = observer.calculate_qparams()
+    simulators = [m.qparams_calculator for m in prepared.modules() if isinstance(m, FakeQuantizeImplBase)]
+    [simulator] = [m for m in simulators if type(m).__name__.lower().startswith(calculator) and m.scale.numel() == 1]
+    assert scale.item() == pytest.approx(3 / 255)
+    assert simulator.scale.item() == pytest.approx(scale.item())
+    assert simulator.minval.item() == -1.0 == observer.min_val.item()
+    assert zero_point.item() == round(-128 + 1 / scale.item())
 
 
 def test_names_of_modules_and_types() -> None:
