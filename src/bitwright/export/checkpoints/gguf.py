@@ -71,10 +71,9 @@ def export_gguf(
         architecture: ``general.architecture``.
         metadata: further text, numbers and booleans by key.
         rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
-        round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it;
-            False refuses them, so that the file decodes to exactly what the model computes. Those beyond its range are
-            refused in either case. Prepare a float16 model to get scales that fit; it rounds its weights to half
-            precision, and ggml, which decodes in float32, does not.
+        round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it,
+            unless they lie beyond it; False refuses both, so that the file decodes to what the model computes. Prepare
+            a float16 model to get scales that fit; its weights are rounded to half precision, what ggml decodes is not.
         allow_dense: store compressed weights that no type holds as dense tensors with their decoded values.
 
     Returns:
