@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +171,47 @@ def test_where_no_lock_is_to_be_had_functions_are_compiled(
         monkeypatch.setattr(add, "_cache", type(compiling.numba.njit(_add)._cache)())
     assert compiling.entry(add, 2)(3, 4) == 7
     assert bool(asked) == (trouble != "no file")
+
+
+@pytest.mark.parametrize("trouble", ["gone", "full", "cut off", "index cut off"])
+def test_files_of_machine_code_keep_nobody_from_compiling(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that is gone or full by then is said, a file that was cut off is made anew."""
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    add = compiling.compiled(_add)
+    if trouble == "gone":
+        for folder in (tmp_path / "cache").iterdir():
+            shutil.rmtree(folder)
+            folder.write_text("")
+    if trouble == "full":
+        monkeypatch.setattr(add._cache._cache_file, "_dump", _no_space)
+    with caplog.at_level(logging.WARNING):
+        assert add(1, 2) == 3
+    assert ("No space left" in caplog.text) == (trouble == "full")
+    assert ("Compiled functions of kernels cannot be kept" in caplog.text) == (trouble in ("gone", "full"))
+    if trouble in ("gone", "full"):
+        return
+    (file,) = (tmp_path / "cache").rglob("*.nbi" if trouble == "index cut off" else "*.nbc")
+    file.write_bytes(file.read_bytes()[:5])
+    assert compiling.compiled(_add)(1, 2) == 3
+    kept = compiling.compiled(_add)
+    assert kept(1, 2) == 3
+    assert sum(kept.stats.cache_hits.values()) == 1
+
+
+def test_the_folder_may_be_named_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shell writes it, which leaves a tilde in quotes alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("BITWRIGHT_CACHE_DIR", "~/cache")
+    folder = compiling._cache_folder(package(tmp_path / "sums", "a = 1"))
+    assert folder is not None
+    assert Path(folder).parent == tmp_path / "cache"
+
+
+def _no_space(_: object) -> bytes:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _subtract(a: int, b: int) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -383,6 +385,23 @@ def test_state_of_other_dtypes_is_written_by_value(state: list[torch.Tensor | No
     assert_same(state[2], scale.to(state[2].dtype))
 
 
+@pytest.mark.parametrize("form", ["auto", "reference"])
+def test_state_of_another_shape_takes_as_many_entries(form: str, reference_form: None) -> None:
+    """Parameters are counted, as everywhere; one entry for several blocks is refused before anything is written."""
+    kernels.set_form(form)
+    x = torch.linspace(-3, 4, 24).reshape(4, 6)
+    options = {"block_size": (1, 6), "grid": INT8, "scheme": "symmetric"}
+    low, high = torch.zeros(4, 1), torch.zeros(4, 1)
+    made = torch.ones(4), torch.zeros(4).int(), torch.ones(4)
+    y = kernels.observe_running_and_fake_quantize(x, low, high, *made, **options)
+    expected, *chosen = reference.observe_and_fake_quantize(x, **options)
+    assert_same(y, expected)
+    assert all(torch.equal(kept, new.reshape(4)) for kept, new in zip(made, chosen, strict=True))
+    with pytest.raises(ValueError, match=r"shape \(1,\) cannot hold what is chosen for blocks of shape \(4, 1\)"):
+        kernels.observe_running_and_fake_quantize(2 * x, low, high, torch.ones(1), *made[1:], **options)
+    assert torch.equal(low, x.amin(1, keepdim=True).clamp_max(0))
+
+
 def test_versions_notice_what_kernels_write() -> None:
     """A change of the state is a change for autograd and for caches."""
     for form in (reference, fused):
@@ -522,3 +541,34 @@ def test_ranges_of_different_shapes_are_refused() -> None:
     grid = Grid(torch.int8, -128, 127)
     with pytest.raises(ValueError, match="one entry per block"):
         kernels.choose_qparams(-torch.ones(4), torch.ones(1), grid=grid, scheme="symmetric")
+
+
+@pytest.mark.parametrize(
+    ("module", "variable", "value", "remedy"),
+    [
+        ("dispatch", "BITWRIGHT_KERNELS", "referense", "one of ('auto', 'reference')"),
+        ("cpu.memory", "BITWRIGHT_IDLE_MEGABYTES", "1.5", "a whole number of MiB"),
+        ("cpu.memory", "BITWRIGHT_IDLE_MEGABYTES", "-1", "a whole number of MiB"),
+        ("cpu.team", "BITWRIGHT_THREADS", "Own", "one of ('team', 'own')"),
+    ],
+)
+def test_settings_that_are_none_are_said(
+    module: str, variable: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the variable, the value and what may stand there; one that is empty is not set."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} must be {re.escape(remedy)}.*{value!r}"):
+        _settled_anew(module)
+    monkeypatch.setenv(variable, "")
+    _settled_anew(module)
+
+
+def _settled_anew(name: str) -> None:
+    """Read a module's settings once more, in a copy of it."""
+    spec = importlib.util.find_spec(f"bitwright.kernels.{name}")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if name == "cpu.team":
+        module._parallel()

@@ -184,3 +184,17 @@ def test_quotients_next_to_a_tie(formulation: str, dtype: torch.dtype) -> None:
         assert_same(results[1][0], results[0][0])
         if results[0][1] is not None:
             assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_more_steps_than_half_precision_counts(dtype: torch.dtype, scheme: str) -> None:
+    """65535 overflows float16, and 32767.5 rounds in both; the parameters are those of the exact number of steps."""
+    low, high = -torch.linspace(0.01, 99, 5000).to(dtype), torch.linspace(9, 0.02, 5000).to(dtype)
+    options = {"grid": Grid(torch.int16, -32768, 32767), "scheme": scheme}
+    scale, zero_point, _ = expected = reference.choose_qparams(low, high, **options)
+    for mine, theirs in zip(fused.choose_qparams(low, high, **options), expected, strict=True):
+        assert_same(mine, theirs)
+    span = (high - low).float() if scheme == "asymmetric" else 2 * torch.maximum(-low, high).float()
+    torch.testing.assert_close(scale, span / 65535, rtol=torch.finfo(dtype).eps, atol=6e-8)
+    assert -32768 <= int(zero_point.min()) <= int(zero_point.max()) <= 32767

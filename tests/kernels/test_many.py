@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -163,6 +164,32 @@ def test_a_task_follows_its_tensor() -> None:
         assert_same(fake_quantize_many([given_x], [task])[0], right)
     made[0].data = torch.tensor(0.5)
     assert_same(task.run(x), reference.fake_quantize(x, *made, block_size=(4, 16), grid=INT8))
+
+
+def test_a_task_of_several_threads_at_any_moment() -> None:
+    """Between any two instructions, another thread may quantize a tensor of another kind by the same task."""
+    made = torch.tensor(0.02), torch.tensor(3, dtype=torch.int32), torch.tensor(-1.0)
+    task = Task(made, (4, 16), INT8)
+    x = torch.randn(4, 16)
+    kinds = x, x.bfloat16()
+    right = [reference.fake_quantize(kind, *made, block_size=(4, 16), grid=INT8) for kind in kinds]
+
+    def interleave(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not Task._prepared.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":  # nothing is traced in here
+            assert_same(task.run(kinds[1]), right[1])
+        return interleave
+
+    task.run(kinds[1])
+    before = sys.gettrace()
+    sys.settrace(interleave)
+    try:
+        y = task.run(kinds[0])
+    finally:
+        sys.settrace(before)
+    assert_same(y, right[0])
 
 
 @pytest.mark.parametrize("observed", [False, True])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import io
 import math
 import weakref
 from collections.abc import Callable
@@ -494,3 +496,32 @@ def test_views_that_read_elements_otherwise(read: Callable[[torch.Tensor], torch
             read(y).sum().backward()
         gradients.append(x.grad)
     assert_same(*gradients)
+
+
+def test_results_are_copied_and_written_to_files() -> None:
+    """A copy of a marked result, in a file too, bears no mark that means anything; the result keeps its own."""
+    x = torch.linspace(-3, 4, 64)
+    with saved_as_codes(16):
+        y = kernels.fake_quantize(x, torch.tensor([0.05]), None, None, block_size=(64,), grid=INT8)
+        saved.mark(y, saved.Substitute(y._version))
+        file = io.BytesIO()
+        torch.save({"y": y}, file)
+        file.seek(0)
+        for other in (torch.load(file, weights_only=True)["y"], copy.deepcopy(y)):
+            assert torch.equal(other, y)
+            weight = torch.ones(64, requires_grad=True)
+            (other * 2 * weight).sum().backward()
+            assert torch.equal(weight.grad, y * 2)
+
+
+@pytest.mark.parametrize("made_in", [torch.inference_mode, contextlib.nullcontext])
+def test_parameters_made_in_inference_mode(made_in: Callable[[], Any]) -> None:
+    """They have no versions; the result is kept as it is."""
+    with made_in():
+        scale = torch.tensor([0.05])
+    x = torch.linspace(-3, 4, 64).requires_grad_()
+    with saved_as_codes(16) as freed:
+        y = kernels.fake_quantize(x * 1, scale, None, None, block_size=(64,), grid=INT8)
+        (y * y).sum().backward()
+    assert_same(x.grad, 2 * y.detach())
+    assert bool(freed.bytes) == (made_in is contextlib.nullcontext)

@@ -9,9 +9,34 @@ import torch
 from torch import nn
 
 from bitwright.errors import ConfigMatchWarning, UnplannedCallWarning
-from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from tests.measures import sqnr
+
+
+@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
+def test_gradients_of_learned_ranges_for_each_sample(kind: str) -> None:
+    """``vmap`` of ``grad`` over a model is the gradient of each sample, of the learned ranges too."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(5, 6)
+    weight, output = (QuantizationSpec(fake_quantize_cls=name) for name in (kind if kind != "pact" else "lsq", kind))
+    where = ModuleQuantizerConfig(op_state_spec={"weight": weight}, op_input_spec=None, op_output_spec={"*": output})
+    quantizer = Quantizer(model, QuantizerConfig(global_config=where, execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode():
+        prepared(x)
+    prepared.eval()
+    parameters = {name: parameter.detach() for name, parameter in prepared.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(prepared, parameters, (sample[None],)).square().sum()
+
+    gradient = torch.func.grad(loss)
+    found = torch.func.vmap(gradient, (None, 0))(parameters, x)
+    each = [gradient(parameters, sample) for sample in x]
+    for name, several in found.items():
+        torch.testing.assert_close(several, torch.stack([one[name] for one in each]))
+    assert any(name.endswith(("scale", "alpha")) and bool(several.any()) for name, several in found.items())
 
 
 class Mapped(nn.Module):

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from bitwright.kernels.environment import idle_megabytes
+
 __all__ = ["heap_kept"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -34,7 +36,7 @@ def _is_set_up() -> bool:
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
     """The function of glibc; None for other C libraries, and where somebody has set up glibc for this process."""
-    if _is_set_up() or os.environ.get("BITWRIGHT_IDLE_MEGABYTES") == "0":
+    if _is_set_up() or idle_megabytes() == 0:
         return None
     try:
         library = ctypes.CDLL(None)

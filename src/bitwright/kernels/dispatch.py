@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import reference
+from .environment import chosen
 from .grid import Grid
 from .saved import CodesOnDemand, mark, marking
 
@@ -51,7 +51,7 @@ _SAVED_RARELY = 8
 """Of results that no operation has saved so many times in a row, one in so many is noted for ``saved_as_codes``."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-_reference_only = os.environ.get("BITWRIGHT_KERNELS", "auto") == "reference"
+_reference_only = chosen("BITWRIGHT_KERNELS", _FORMS) == "reference"
 _dispatch_depth = torch._C._len_torch_dispatch_stack
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state

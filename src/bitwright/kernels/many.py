@@ -43,7 +43,7 @@ class Task:
         ValueError: a scheme that the format does not take.
     """
 
-    __slots__ = ("_call", "_key", "block_size", "grid", "made", "scale_dtype", "scheme")
+    __slots__ = ("_latest", "block_size", "grid", "made", "scale_dtype", "scheme")
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Task:
             reference.check_scheme(grid, scheme, scale_dtype)
         self.made, self.block_size, self.grid = made, block_size, grid
         self.scheme, self.scale_dtype = scheme, scale_dtype
-        self._key: tuple[Any, ...] | None = None
-        self._call: Any = None
+        # The kind of tensor and the call for it change together: other threads may quantize tensors of other kinds.
+        self._latest: tuple[tuple[Any, ...], Any] = ((), None)
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
         """Fake-quantize one tensor by a prepared call; None if there is none for such tensors.
@@ -79,7 +79,7 @@ class Task:
     @property
     def again(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The prepared call for a tensor like the last, without observing or a gradient; None for a small one."""
-        return getattr(self._call, "again", None)
+        return getattr(self._latest[1], "again", None)
 
     def _prepared(self, x: torch.Tensor) -> Any:
         """The prepared call for a plain tensor, on the CPU one of at most ``LARGEST`` elements; None for any other."""
@@ -95,9 +95,10 @@ class Task:
             None if zero_point is None else zero_point.data_ptr(),
             None if minval is None else minval.data_ptr(),
         )
-        if key != self._key:
-            self._call, self._key = self._prepare(x), key
-        return self._call
+        latest = self._latest
+        if key != latest[0]:
+            self._latest = latest = key, self._prepare(x)
+        return latest[1]
 
     def _prepare(self, x: torch.Tensor) -> Any:
         zero_point, observed = self.made[1], self.scheme is not None

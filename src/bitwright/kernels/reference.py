@@ -334,7 +334,7 @@ def choose_qparams(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return scale, zero point and minval for a range, which is first widened to include zero.
 
-    Computed in the dtype of ``min_val``:
+    Computed in the dtype of ``min_val``, but for the number of steps, which half precision may not hold:
 
     * symmetric (clipping or not): ``scale = max(|min|, |max|) / ((quant_max - quant_min) / 2)``, the zero point is the
       middle code, ``minval = -max(|min|, |max|)``;
@@ -362,21 +362,26 @@ def choose_qparams(
     low = torch.minimum(min_val, torch.zeros_like(min_val))
     high = torch.maximum(max_val, torch.zeros_like(max_val))
     if scheme == "asymmetric":
-        span = torch.full_like(low, float(grid.quant_max - grid.quant_min))
-        scale = torch.clamp((high - low) / span, min=_EPS)
-        zero_point = torch.clamp(grid.quant_min - torch.round(low / scale), grid.quant_min, grid.quant_max)
-        whole = torch.nan_to_num(zero_point.to(torch.float32), nan=_INT32_MIN).to(torch.int32)
+        scale = torch.clamp(_divided(high - low, grid.quant_max - grid.quant_min), min=_EPS)
+        zero_point = (grid.quant_min - torch.round(low / scale)).to(torch.float32)
+        zero_point = torch.clamp(zero_point, grid.quant_min, grid.quant_max)
+        whole = torch.nan_to_num(zero_point, nan=_INT32_MIN).to(torch.int32)
         return scale.to(torch.float32), whole, low.to(torch.float32)
     max_abs = torch.maximum(-low, high)
     if scale_dtype is not None:
         return power_of_two_scale(max_abs, grid.dtype), None, None
-    # The divisor is a tensor because CUDA multiplies by the reciprocal of a number, which rounds differently.
-    half = torch.full_like(max_abs, float(grid.quant_max - grid.quant_min) / 2)
-    scale = torch.clamp(max_abs / half, min=_EPS).to(torch.float32)
+    scale = torch.clamp(_divided(max_abs, (grid.quant_max - grid.quant_min) / 2), min=_EPS).to(torch.float32)
     if not grid.is_integer:
         return scale, None, None
     middle = torch.full_like(scale, int((grid.quant_max + grid.quant_min + 1) / 2), dtype=torch.int32)
     return scale, middle, (-max_abs).to(torch.float32)
+
+
+def _divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Divide by a number that the dtype need not hold, with one rounding to the dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # The divisor is a tensor because CUDA multiplies by the reciprocal of a number, which rounds differently.
+    return (wide / torch.full_like(wide, float(number))).to(x.dtype)
 
 
 def check_scheme(grid: Grid, scheme: str, scale_dtype: torch.dtype | None) -> None:
@@ -460,7 +465,8 @@ def observe_running_and_fake_quantize(
         The fake-quantized tensor with its straight-through gradient, or ``x`` itself.
 
     Raises:
-        ValueError: as ``min_max`` and ``choose_qparams``, or a running range of another shape or dtype.
+        ValueError: as ``min_max`` and ``choose_qparams``, or a running range of another shape or dtype, or a parameter
+            that has not one entry per block.
     """
     low, high = min_max(x, block_size)
     check_running(low.shape, x.dtype, running_min, running_max)
@@ -471,10 +477,17 @@ def observe_running_and_fake_quantize(
     elif not restart and averaging_constant is not None:
         low, high = moving_average(low, high, running_min, running_max, averaging_constant)
     made = choose_qparams(low, high, grid=grid, scheme=scheme, scale_dtype=scale_dtype)
+    pairs = zip((running_min, running_max, scale, zero_point, minval), (low, high, *made), strict=True)
+    written = [(kept, new) for kept, new in pairs if kept is not None and new is not None]
+    for kept, new in written:
+        if kept.numel() != new.numel():
+            raise ValueError(
+                f"A parameter of shape {tuple(kept.shape)} cannot hold what is chosen for blocks of shape "
+                f"{tuple(new.shape)}; give it one entry per block."
+            )
     with torch.no_grad():
-        for kept, new in zip((running_min, running_max, scale, zero_point, minval), (low, high, *made), strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(new)
+        for kept, new in written:
+            kept.copy_(new.reshape(kept.shape))
     if not quantize:
         return x
     return fake_quantize(x, scale, zero_point, minval, block_size=block_size, grid=grid)

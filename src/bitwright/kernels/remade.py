@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from .dispatch import fake_quantize
 from .grid import Grid
 from .layout import SMALL
-from .saved import Substitute, mark, marking, replace_saved, versions_of
+from .saved import Substitute, are_unchanged, mark, marking, replace_saved, versions_of
 from .straight_through import is_straight_through
 
 __all__ = ["forget_weight", "quantized_weights_kept", "remember_making"]
@@ -81,7 +81,7 @@ class _Making(Substitute):
                 "before the weight changes, or the forward pass inside bitwright.kernels.quantized_weights_kept()."
             )
         with torch.no_grad():
-            if self._ready is not None and versions_of(self._made) == self._versions:
+            if self._ready is not None and are_unchanged(self._made, self._versions):
                 return self._ready(weight)
             return fake_quantize(weight, *self._copies, **self._options)
 

@@ -25,6 +25,7 @@ __all__ = [
     "Freed",
     "Substitute",
     "WrittenCodes",
+    "are_unchanged",
     "copies_of",
     "hooked_by_others",
     "mark",
@@ -71,6 +72,10 @@ class Substitute:
         self.version = version
         self._is_counted = False
         self._made_before: weakref.ref[torch.Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        # A copy of the tensor, in a file too, has another memory. An empty set is what every loader takes.
+        return set, ()
 
     def stands_for(self, y: torch.Tensor) -> bool:
         """Whether the marked tensor, which is as it was then, can be made again; False if it must be kept as it is."""
@@ -131,7 +136,7 @@ class CodesOnDemand(Substitute):
     def stands_for(self, y: torch.Tensor) -> bool:
         """Make the codes, if they are not there; False if the tensor must be kept as it is."""
         if self.data is None and not self._failed:
-            if versions_of(self._parameters) != self._versions:
+            if not are_unchanged(self._parameters, self._versions):
                 self._failed = True
                 return False
             # The quantizer's buffers may change before the backward pass.
@@ -187,14 +192,21 @@ class WrittenCodes(Substitute):
         return made
 
 
-def versions_of(made: Parameters) -> tuple[int, ...]:
-    """The versions of parameters, -1 for one that there is not."""
+def versions_of(made: Parameters) -> tuple[int, ...] | None:
+    """The versions of parameters, -1 for one that is missing; None if they have none, being made in inference mode."""
     scale, zero_point, minval = made
+    if scale.is_inference():
+        return None
     return (
         scale._version,
         -1 if zero_point is None else zero_point._version,
         -1 if minval is None else minval._version,
     )
+
+
+def are_unchanged(made: Parameters, versions: tuple[int, ...] | None) -> bool:
+    """Whether parameters are known to be what they were when ``versions_of`` returned these versions."""
+    return versions is not None and versions_of(made) == versions
 
 
 def copies_of(made: Parameters) -> Parameters:
@@ -265,11 +277,11 @@ def pack(saved: torch.Tensor) -> Any:
     """What ``saved_as_codes`` keeps in place of a tensor that an operation saves."""
     substitute: Substitute | None = getattr(saved, _MARK, None)
     whole = saved
-    if substitute is None and saved._base is not None:
+    if not substitute and saved._base is not None:
         whole = saved._base
         substitute = getattr(whole, _MARK, None)
     if (
-        substitute is not None
+        substitute
         and whole._version == substitute.version
         and whole.storage_offset() == 0
         # A view may read the elements as complex numbers, or with another sign.

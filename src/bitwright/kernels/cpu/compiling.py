@@ -117,8 +117,46 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     finally:
         numba_config.CACHE_DIR = before
     if folder is not None:
+        _keep_if_possible(built, Path(folder))
         _compile_in_turn(built, Path(folder) / f"{Path(inspect.getfile(function)).stem}.{function.__name__}.lock")
     return built
+
+
+def _keep_if_possible(dispatcher: Any, folder: Path) -> None:
+    """Have a function compiled and used whatever is wrong with the files of its machine code.
+
+    The folder may be gone, full or another user's by the time that a function is compiled; a file may be cut off.
+    """
+    cache = dispatcher._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_if_possible(signature: Any, context: Any) -> Any:
+        try:
+            return load(signature, context)
+        except Exception as error:  # what was cut off may raise anything
+            logger.info("Machine code in %s cannot be read and is made anew (%s).", folder, error)
+            with contextlib.suppress(OSError):
+                cache.flush()  # else it would stand in the way of what is saved
+            return None
+
+    def save_if_possible(signature: Any, made: Any) -> None:
+        try:
+            save(signature, made)
+        except OSError as error:
+            _say_not_kept(folder.name.rpartition("-")[0], str(error))
+
+    cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
+
+
+@functools.cache
+def _say_not_kept(package: str, reason: str) -> None:
+    """Warn once that every process must compile the functions of a package."""
+    logger.warning(
+        "Compiled functions of %s cannot be kept (%s): every process compiles them again. "
+        "Set BITWRIGHT_CACHE_DIR to a writable folder.",
+        package,
+        reason,
+    )
 
 
 def _compile_in_turn(dispatcher: Any, path: Path) -> None:
@@ -243,17 +281,13 @@ def _cache_folder(package: Path) -> str | None:
     try:
         for source in (*_SHARED_SOURCES, *sorted(package.glob("*.py"))):
             digest.update(source.read_bytes())
-        base = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright")
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"
+        base = Path(chosen).expanduser() if chosen else usual
         folder = base / f"{package.name}-{digest.hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError) as error:
-        logger.warning(
-            "Compiled functions of %s cannot be kept (%s): every process compiles them again. "
-            "Set BITWRIGHT_CACHE_DIR to a writable folder.",
-            package.name,
-            error,
-        )
+        _say_not_kept(package.name, str(error))
         return None
     return str(folder)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bitwright.kernels.environment import idle_megabytes
 from bitwright.kernels.ownership import is_forgotten, owns_memory
 
 __all__ = [
@@ -56,7 +57,7 @@ _SMALL_UNIT = 1 << 16
 # Pieces of at least the first and at most the second size are cut from common blocks of the third.
 _LEAST_PIECE, _MOST_PIECE, _COMMON = 1 << 13, 1 << 18, 1 << 20
 _ALIGNMENT = 64
-_MOST_IDLE = int(os.environ.get("BITWRIGHT_IDLE_MEGABYTES", "256")) << 20
+_MOST_IDLE = idle_megabytes() << 20
 # For so many further results the tensor that one was made from is watched for its end.
 _WATCHED_FOR = 5
 # One of so many results has a node in the graph that calls Python, which tells that the backward pass has begun.

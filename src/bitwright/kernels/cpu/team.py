@@ -18,6 +18,8 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
+from bitwright.kernels.environment import chosen
+
 from .compiling import c_address
 
 __all__ = ["run_in_team", "team_runs"]
@@ -45,7 +47,7 @@ def team_runs() -> bool:
 def _parallel() -> _Parallel | None:
     """``GOMP_parallel`` of the OpenMP library that torch runs on, which every OpenMP library for Linux has."""
     has_openmp: bool = torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
-    if os.environ.get("BITWRIGHT_THREADS") == "own" or not has_openmp:
+    if chosen("BITWRIGHT_THREADS", ("team", "own")) == "own" or not has_openmp:
         return None
     try:
         function = ctypes.CDLL(None).GOMP_parallel

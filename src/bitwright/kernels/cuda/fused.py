@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from bitwright.kernels import reference
 from bitwright.kernels.grid import Grid
 from bitwright.kernels.layout import Layout, dense, fitted_layout, layout_of
-from bitwright.kernels.saved import Substitute, copies_of, mark, marking, versions_of
+from bitwright.kernels.saved import Substitute, are_unchanged, copies_of, mark, marking, versions_of
 from bitwright.kernels.straight_through import straight_through
 
 from .launches import (
@@ -124,7 +124,7 @@ class WrittenBytes(Substitute):
     def stands_for(self, y: torch.Tensor) -> bool:
         """Keep the parameters as they are now; False if they are not those that the tensor was made with."""
         if not (self._is_kept or self._failed):
-            self._failed = versions_of(self._made) != self._versions
+            self._failed = not are_unchanged(self._made, self._versions)
             self._is_kept = not self._failed
             if self._is_kept:
                 self._made = copies_of(needed(self._made, self._grid))

@@ -55,6 +55,8 @@ class _LearnedStep(torch.autograd.Function):
     ``stays``.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         x: torch.Tensor,
@@ -96,6 +98,8 @@ class _LearnedStep(torch.autograd.Function):
 
 class _LearnedClip(torch.autograd.Function):
     """PACT: ``dv'/dv = 1`` where ``0 <= v < alpha``, ``dv'/dalpha = 1`` where ``v >= alpha``."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
