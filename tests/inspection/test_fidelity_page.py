@@ -72,6 +72,13 @@ def test_page_refers_to_nothing_outside(report: FidelityReport, tmp_path: Path) 
     assert (tmp_path / "report.html").read_text() == text
 
 
+def test_a_title_is_a_title(report: FidelityReport) -> None:
+    """Whatever it is called, the data stands in the page once."""
+    page = report.to_html(title="<b> {{data}} {{title}}")
+    assert page.count("bitwright.fidelity/1") == 1
+    assert page.count("&lt;b&gt; {{data}} {{title}}") == 2
+
+
 def test_page_holds_the_whole_report(report: FidelityReport) -> None:
     """What stands in the page is the JSON of the report, whatever the names are."""
     text = report.to_html()

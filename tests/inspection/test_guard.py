@@ -347,6 +347,30 @@ def test_a_layer_with_two_names_is_put_back_under_both() -> None:
     assert result.report.end_to_end.error.sqnr_db > 30
 
 
+class Tied(nn.Module):
+    """An embedding and a head on one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x))
+
+
+def test_layers_on_one_weight_are_put_back_on_one() -> None:
+    """Else the model would be larger than it was at first."""
+    torch.manual_seed(0)
+    model, x = Tied().eval(), torch.arange(16).reshape(2, 8)
+    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w4(execution_mode="eager"))
+    result = guard(model, quantizer.prepare((x,)), [x], on_damage="revert", min_sqnr_db=100.0)
+    assert set(result.reverted) == {"embedding", "head"}
+    assert result.model.embedding.weight is result.model.head.weight
+    assert result.model.head.weight is not model.head.weight
+    assert result.report.bytes_after == result.report.bytes_before
+
+
 def test_bounds_that_cannot_be_measured_are_findings() -> None:
     """Nothing is put back for them: the float model does not make them measurable."""
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bitwright.inspection import compare, guard, sweep
+from bitwright.inspection import DamageWarning, _end_to_end, compare, guard, sweep
+from bitwright.inspection._lockstep import Stepper
 from bitwright.inspection.applying import apply_configs
 from bitwright.inspection.metrics import ErrorAccumulator
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -183,3 +186,120 @@ def test_a_batch_that_holds_a_tensor_several_times() -> None:
     applied = apply_configs(model, [config], [(x, x, x)])
     assert len(applied.model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 2
     assert compare(model, applied.model, [(x, x, x)]).end_to_end.error.sqnr_db > 30
+
+
+@dataclass
+class Output:
+    """What a forward returns that torch takes for one leaf; so is a mapping of a class of its own."""
+
+    scores: Any
+    extra: Any = None
+
+
+@pytest.mark.parametrize("wrap", [Output, lambda y: ({"a": Output(UserDict(y=y))}, None)])
+def test_outputs_in_data_classes_are_measured(wrap: Callable[[Any], Any]) -> None:
+    """Also those inside other containers; what is no tensor is passed over."""
+    torch.manual_seed(0)
+    plain, model = Head(lambda y: y).eval(), Head(wrap).eval()
+    model.load_state_dict(plain.state_dict())
+    report, expected = (compare(one, prepared(one), [data()]) for one in (model, plain))
+    assert report.end_to_end == expected.end_to_end
+    assert report.layers[0].output == expected.layers[0].output
+
+
+class Counting(nn.Module):
+    """Its output grows with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+@MODES
+def test_models_that_count_their_calls(mode: str) -> None:
+    """Extra runs, for the effect of a layer, begin where the batch began and leave no trace."""
+    torch.manual_seed(0)
+    model = Counting().eval()
+    compressed = prepared(model, mode)
+    report = compare(model, compressed, [data()] * 3, output_batches=2)
+    (layer,) = report.layers
+    counts = [dict(one.named_buffers())["calls"] for one in (model, compressed)]
+    assert counts == [3, 3]
+    # an output that is multiplied by a number has the error that it had
+    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr(model, compressed), abs=1e-3)
+    assert layer.output.sqnr_db == pytest.approx(report.end_to_end.error.sqnr_db, abs=1e-3)
+    for calls in counts:
+        calls.zero_()
+    (entry,) = sweep(model, {"w8": w8(mode)}, [data()] * 3).entries
+    assert entry.output.error.sqnr_db == pytest.approx(layer.output.sqnr_db, abs=1e-3)
+    assert counts == [0, 0]
+    guard(model, compressed, [data()])
+    assert counts == [1, 1]
+
+
+class Reading(nn.Module):
+    """Reads the weight of a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.first(x), self.last.weight)
+
+
+def test_layers_that_are_not_called_have_no_effect_of_their_own() -> None:
+    """It is unknown, not zero, as it was for the output projection of ``nn.MultiheadAttention``."""
+    torch.manual_seed(0)
+    model = Reading().eval()
+    first, last = compare(model, prepared(model), [data()]).layers
+    assert first.output is not None
+    assert last.output is None
+    assert last.damage == last.weights[0].error.relative_noise
+    result = sweep(model, {"w8": w8()}, [data()])
+    assert [entry.output.error is None for entry in result.entries] == [False, True]
+    assert result.layers == ("first", "last")
+
+
+def test_both_models_make_tensors_on_the_default_device() -> None:
+    """The float model runs in another thread, which knows nothing of ``torch.set_default_device``."""
+    with torch.device("meta"):
+        stepper: Stepper[torch.device] = Stepper(lambda emit: emit(torch.empty(0).device))
+        found = stepper.next()
+        stepper.close()
+    assert found == torch.device("meta")
+
+
+def test_weights_in_eight_bits_are_checked() -> None:
+    """Torch tells NaN in them only as other numbers; those of sparse weights are their values."""
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    compressed = prepared(model)
+    values = torch.tensor([1.0, math.nan])
+    for name, tensor in (("bits", values.to(torch.float8_e4m3fn)), ("sparse", values.to_sparse())):
+        compressed.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    with pytest.warns(DamageWarning):
+        findings = guard(model, compressed, [data()]).findings
+    assert {finding.where for finding in findings if finding.code == "BW104"} == {"bits", "sparse"}
+
+
+def test_scores_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a language model would take gigabytes in double precision."""
+    torch.manual_seed(0)
+    model = Head(lambda y: y).eval()
+    compressed = prepared(model)
+    whole = compare(model, compressed, [data()]).end_to_end
+    monkeypatch.setattr(_end_to_end, "PIECE", 12)
+    sizes = []
+    add = _end_to_end.OutputStatistics._add_scores
+    monkeypatch.setattr(
+        _end_to_end.OutputStatistics, "_add_scores", lambda *given: (sizes.append(given[1].shape), add(*given))[1]
+    )
+    parts = compare(model, compressed, [data()]).end_to_end
+    assert sizes == [(3, 4)] * 5 + [(1, 4)]
+    assert parts.kl_divergence == pytest.approx(whole.kl_divergence)
+    assert parts.top1_agreement == whole.top1_agreement

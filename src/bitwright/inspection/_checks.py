@@ -60,10 +60,21 @@ def check_parameters(model: nn.Module, layers: Mapping[str, str]) -> Iterator[Fi
         for problem in simulator.check_health():
             yield Finding("BW104", name, f"{problem.partition(': ')[2]}.", _layer(name, layers))
     for name, parameter in model.named_parameters():
-        broken = int((~torch.isfinite(parameter)).sum()) if parameter.is_floating_point() else 0
+        broken = _not_finite(parameter)
         if broken:
             shown = name.replace("parametrizations.", "").removesuffix(".original")
             yield Finding("BW104", shown, f"{broken} entries are NaN or infinite.", _layer(shown, layers))
+
+
+def _not_finite(tensor: torch.Tensor) -> int:
+    """Number of entries that are NaN or infinite; none in formats that torch neither tells nor converts."""
+    values = tensor.detach().coalesce().values() if tensor.layout == torch.sparse_coo else tensor.detach()
+    if not values.is_floating_point():
+        return 0
+    try:
+        return int((~torch.isfinite(values.float() if values.itemsize == 1 else values)).sum())
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def check_layers(report: FidelityReport) -> Iterator[Finding]:

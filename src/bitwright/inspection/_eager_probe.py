@@ -78,15 +78,17 @@ class EagerProbe(PairProbe):
             stepper.close()
 
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
-        """Run the float model with one module's forward replaced; None for calls of functions."""
+        """Run the float model with one module's forward replaced; None for calls of functions, or if none is called."""
         if not site.can_substitute:
             return None
-        undo = wrap_forward(_Substitute(self._own[site.name], self._other[site.name]))
+        substitute = _Substitute(self._own[site.name], self._other[site.name])
+        undo = wrap_forward(substitute)
         own = inputs.copied()
         try:
-            return self.reference(*own.args, **own.kwargs)
+            output = self.reference(*own.args, **own.kwargs)
         finally:
             undo()
+        return output if substitute.called else None
 
     def weight(self, name: str) -> ComparedWeight | None:
         """Return a weight by its name in the float model; None where the compressed model has no such tensor."""
@@ -202,8 +204,10 @@ class _Substitute(ForwardScope):
     def __init__(self, module: nn.Module, other: nn.Module) -> None:
         super().__init__(module)
         self.other = other
+        self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         return self.other(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ._probe import float_tensors
-from .metrics import MASKED, ErrorAccumulator
+from .metrics import MASKED, PIECE, ErrorAccumulator, parts_of
 from .report import EndToEnd
 
 __all__ = ["OutputStatistics"]
@@ -71,8 +71,13 @@ class OutputStatistics:
         )
 
     def _add_rows(self, reference: torch.Tensor, compressed: torch.Tensor) -> None:
-        first = reference.double().reshape(-1, reference.shape[-1])
-        second = torch.nan_to_num(compressed.double().reshape(first.shape)).clamp(-MASKED, MASKED)
+        classes = reference.shape[-1]
+        pairs = (parts_of(scores.reshape(-1, classes), PIECE // classes) for scores in (reference, compressed))
+        for first, second in zip(*pairs, strict=True):
+            self._add_scores(first.double(), second.double())
+
+    def _add_scores(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        second = torch.nan_to_num(second).clamp(-MASKED, MASKED)
         # classes that are masked with -inf have probability 0 and add nothing
         divergences = F.kl_div(second.log_softmax(-1), first.softmax(-1), reduction="none").sum(-1)
         divergences = divergences[torch.isfinite(divergences)]

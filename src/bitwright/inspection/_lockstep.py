@@ -89,11 +89,14 @@ class Stepper(Generic[_T]):
 
 
 def _modes_here() -> list[AbstractContextManager[Any]]:
-    """Return what torch keeps per thread: inference mode, autocast, the stream and its device; gradients are off."""
+    """Return what torch keeps per thread: inference mode, devices, autocast, the stream; gradients are off."""
     modes: list[AbstractContextManager[Any]] = [
         torch.inference_mode(torch.is_inference_mode_enabled()),
         torch.no_grad(),
     ]
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        modes.append(default)
     for kind in _AUTOCAST:
         if torch.is_autocast_enabled(kind):
             cache = torch.is_autocast_cache_enabled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -113,7 +113,10 @@ class PairProbe(ABC):
 
     @abstractmethod
     def run_with_only(self, site: LayerSite, inputs: Inputs) -> Any:
-        """Run the float model with one layer in its compressed form and return its output; None if that fails."""
+        """Run the float model with one layer in its compressed form and return its output.
+
+        None if that fails, or if the layer is not called: others may read its weights.
+        """
 
     @abstractmethod
     def weight(self, name: str) -> ComparedWeight | None:
@@ -151,12 +154,22 @@ def kept(value: Any) -> Any:
 
 def float_tensors(output: Any) -> list[torch.Tensor]:
     """Return the floating-point tensors of a module's output, in order."""
-    leaves = tree_leaves(_plain(output))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, torch.Tensor):
+            found += float_tensors(parts) if (parts := _parts(leaf)) is not None else []
+        elif leaf.is_floating_point():
+            found.append(leaf)
+    return found
 
 
-def _plain(output: Any) -> Any:
-    return dict(output) if hasattr(output, "keys") and not isinstance(output, dict) else output
+def _parts(value: Any) -> Any:
+    """The parts of a mapping or data class that torch takes for one leaf; None for anything else."""
+    if isinstance(value, type):
+        return None
+    if hasattr(value, "keys"):
+        return dict(value)
+    return [getattr(value, entry.name, None) for entry in fields(value)] if is_dataclass(value) else None
 
 
 def kind_axis(kind: str) -> int:

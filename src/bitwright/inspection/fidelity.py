@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from ._evidence import Evidence, activation_evidence, problems_of, usual_evidenc
 from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
 from ._ranges import CodeUse, code_range, code_use
 from ._sizes import StoredSize, is_compressed, stored_sizes
+from ._state import Buffers
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 
@@ -45,7 +46,7 @@ def compare(
     """Say what compression did to every layer and to the output.
 
     Both models run side by side, one layer at a time, so that only the activations of one layer are held at once, and
-    only sums and histograms from batch to batch.
+    only sums and histograms from batch to batch. What forward writes to buffers is what one call for each batch writes.
 
     Args:
         float_model: the model before compression. For an eager compressor, which works in place, keep a copy of it.
@@ -83,12 +84,14 @@ def compare(
         for model in (float_model, compressed_model):
             stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
+        names = {name for name, _ in float_model.named_buffers(remove_duplicate=False)}
+        buffers = [Buffers(model, names) for model in (float_model, compressed_model)]
         feed = batches_of(data, batches)
         first = next(feed)
         example = inputs_of(first, float_model)
         with blaming_inputs(float_model, example.args, example.kwargs):
             probe = make_probe(float_model, compressed_model, example)
-        survey = Survey(probe, float_model, metric, output_batches, progress or (lambda _: None))
+        survey = Survey(probe, float_model, buffers, metric, output_batches, progress or (lambda _: None))
         stack.enter_context(survey.watch_activations())
         survey.add(first)
         for batch in feed:
@@ -144,16 +147,24 @@ class Survey:
     Args:
         probe: runs the models.
         model: the float model, for its signature.
+        buffers: those of both models, which forward may write to; extra runs leave no trace in them.
         metric: the user's metric.
         output_batches: batches for each layer's own effect on the output.
         progress: called with what is being done.
     """
 
     def __init__(
-        self, probe: PairProbe, model: nn.Module, metric: Metric | None, output_batches: int, progress: Progress
+        self,
+        probe: PairProbe,
+        model: nn.Module,
+        buffers: Sequence[Buffers],
+        metric: Metric | None,
+        output_batches: int,
+        progress: Progress,
     ) -> None:
         self.probe = probe
         self.model = model
+        self.buffers = buffers
         self.output_batches = output_batches
         self.progress = progress
         self.batches = 0
@@ -165,17 +176,26 @@ class Survey:
         """Run both models on a batch."""
         self.progress(f"batch {self.batches + 1}")
         inputs = inputs_of(batch, self.model)
+        alone = self.batches < self.output_batches
+        begin = [buffers.copied() for buffers in self.buffers] if alone else []
         with blaming_inputs(self.model, inputs.args, inputs.kwargs):
             reference, compressed = self.probe.run(inputs, self._on_layer)
         self.outputs.add(reference, compressed, batch)
-        if self.batches < self.output_batches:
+        if alone:
+            end = [buffers.copied() for buffers in self.buffers]
             for number, site in enumerate(self.probe.layers, 1):
                 self.progress(f"effect on the output: layer {number} of {len(self.probe.layers)}, {site.name}")
+                self._put_back(begin)
                 output = self.probe.run_with_only(site, inputs) if site.can_substitute else None
                 if output is not None:
                     _add_all(self.sites[site.name].output, reference, output, site.name)
+            self._put_back(end)
         self.free_memory.release()
         self.batches += 1
+
+    def _put_back(self, kept: Sequence[Any]) -> None:
+        for buffers, content in zip(self.buffers, kept, strict=True):
+            buffers.put_back(content)
 
     @contextmanager
     def watch_activations(self) -> Iterator[None]:

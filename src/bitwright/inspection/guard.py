@@ -27,6 +27,7 @@ from ._checks import (
     check_statistics,
     finding_layers,
 )
+from ._state import buffers_preserved
 from .diagnostics import DamageError, DamageWarning, Finding
 from .fidelity import Metric, Progress, compare, evaluating
 from .report import FidelityReport
@@ -98,8 +99,9 @@ def guard(
     batches = list(batches_of(data))
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
+    names = {name for name, _ in float_model.named_buffers(remove_duplicate=False)}
     try:
-        with evaluating(compressed_model), torch.no_grad():
+        with evaluating(compressed_model), torch.no_grad(), buffers_preserved(compressed_model, names):
             for batch in batches:
                 inputs = inputs_of(batch, float_model).copied()
                 compressed_model(*inputs.args, **inputs.kwargs)
@@ -143,6 +145,7 @@ class _Reverter:
         self.metric = metric
         self.bounds = bounds
         self.reverted: list[str] = []
+        self._copies: dict[int, Any] = {}  # one copy of what several layers share
 
     def run(self, findings: tuple[Finding, ...], report: FidelityReport) -> tuple[nn.Module, FidelityReport]:
         """Put back the layers of findings, then the worst ones while the bounds are not held."""
@@ -186,7 +189,7 @@ class _Reverter:
         if not path:
             return False
         found = self.model.get_submodule(path)
-        original = copy.deepcopy(self.float_model.get_submodule(path)).train(found.training)
+        original = copy.deepcopy(self.float_model.get_submodule(path), self._copies).train(found.training)
         for name, module in list(self.model.named_modules(remove_duplicate=False)):
             if module is found:
                 parent, _, child = name.rpartition(".")

@@ -24,9 +24,10 @@ from ._batches import batches_of, example_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._probe import LayerSite, PairProbe
 from ._sizes import stored_sizes
+from ._state import buffers_preserved
 from .applying import apply_configs
 from .fidelity import Metric, Progress, evaluating, make_probe, under_all_names
-from .metrics import _Report
+from .metrics import SQNR_LIMIT_DB, _Report
 from .report import EndToEnd
 
 __all__ = ["SweepEntry", "SweepResult", "sweep"]
@@ -67,7 +68,7 @@ class SweepResult(_Report):
         worst: dict[str, float] = {}
         for entry in self.entries:
             error = entry.output.error
-            value = error.sqnr_db if error is not None else 0.0
+            value = error.sqnr_db if error is not None else SQNR_LIMIT_DB  # it was not measured, so it comes last
             worst[entry.layer] = min(value, worst.get(entry.layer, value))
         return tuple(sorted(worst, key=lambda name: worst[name]))
 
@@ -148,7 +149,8 @@ def sweep(
     clock = _Clock(len(candidates), progress or (lambda _: None))
     entries: list[SweepEntry] = []
     with evaluating(model), torch.no_grad():
-        references = [_run(model, batch) for batch in batches]
+        with buffers_preserved(model):
+            references = [_run(model, batch) for batch in batches]
         for name, config in candidates.items():
             if done.is_complete(name):
                 entries += done.of(name)
@@ -164,7 +166,8 @@ def sweep(
                 entry = done.get(name, site.name)
                 if entry is None:
                     clock.say(f"{name}: {site.name}")
-                    outputs = _measure(probe, site, model, batches, references, metric)
+                    with buffers_preserved(model):
+                        outputs = _measure(probe, site, model, batches, references, metric)
                     entry = _entry(site, name, outputs, model, sizes)
                     done.add(entry)
                     clock.step()
