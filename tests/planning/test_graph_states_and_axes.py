@@ -17,7 +17,9 @@ from bitwright.quantization.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
+    PerTokenGranularity,
 )
+from tests.measures import sqnr
 
 OFF = {"op_input_spec": None, "op_output_spec": None, "op_state_spec": None}
 INT8 = QuantizationSpec(dtype="int8", granularity=PerTensorGranularity())
@@ -218,3 +220,35 @@ def test_folded_layers_are_named_as_by_pt2e(training: bool, norms: tuple[int, in
     names = [node.name for node in prepared.graph.nodes if node.op != "get_attr"]
     kept = [name for name in names if name.startswith(("conv", "linear", "batch_norm_")) and "folds" not in name]
     assert kept == ["conv2d_1", f"batch_norm_{norms[0]}", "linear", f"batch_norm_{norms[1]}"]
+
+
+class PooledTokens(nn.Module):
+    """Joins both sides of an op that leaves other tokens, or the same ones in another order."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x))
+        return self.second(y.mean(1) if self.way == "mean" else y.transpose(0, 1))
+
+
+@pytest.mark.parametrize("way", ["mean", "transpose"])
+@pytest.mark.parametrize("calculator", ["moving_average", "dynamic"])
+def test_ranges_of_tokens_that_an_op_moves_are_joined(calculator: str, way: str) -> None:
+    """A running range for each token cannot be one for those behind a mean; what is computed anew each time can."""
+    spec = QuantizationSpec(dtype="int8", granularity=PerTokenGranularity(), qparam_calculator_cls=calculator)
+    config = ModuleQuantizerConfig(op_state_spec=None, op_input_spec={"*": spec}, op_output_spec={"*": spec})
+    x = torch.randn(3, 3, 4)
+    quantizer = Quantizer(PooledTokens(way).eval(), QuantizerConfig(global_config=config))
+    moved = calculator != "dynamic"
+    with pytest.warns(ConfigMatchWarning, match="axes of the tokens") if moved else contextlib.nullcontext():
+        prepared = quantizer.prepare((x,))
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    assert sqnr(quantizer._engine.model(x), prepared(x)) > 30
+    assert quantizer.applied_plan is not None
+    kinds = {type(row.spec.granularity) for row in quantizer.applied_plan if row.spec is not None}  # type: ignore[attr-defined]
+    assert kinds == ({PerTokenGranularity, PerTensorGranularity} if moved else {PerTokenGranularity})

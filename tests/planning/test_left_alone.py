@@ -392,3 +392,75 @@ def test_products_by_any_function_are_weighted(mode: str) -> None:
 
     plan = Quantizer(Products().eval(), QuantizerConfig.presets.w4(execution_mode=mode)).plan((torch.randn(5, 8),))
     assert {row.tensor: row.spec.granularity.axis for row in plan if row.spec is not None} == {"b": 2}
+
+
+class Counting(nn.Module):
+    """Multiplies by a number that grows with every call, in one of the ways to keep it."""
+
+    def __init__(self, way: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.way = way
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.count * 1.5 + 1
+        y = self.head(x) * (self.count if self.way == "copied" else count)
+        if self.way == "copied":
+            with torch.no_grad():
+                self.count.copy_(count)
+        else:
+            self.count = count
+        return y
+
+
+@pytest.mark.parametrize("shape", [(), (4,)], ids=["number", "vector"])
+@pytest.mark.parametrize("way", ["assigned", "copied"])
+@pytest.mark.parametrize("mode", MODES)
+def test_counts_of_calls_go_on(mode: str, way: str, shape: tuple[int, ...]) -> None:
+    """They were simulated with the range of calibration, where they stopped; its products are as before."""
+    x = torch.randn(2, 4)
+    quantizer = Quantizer(nn.Sequential(Counting(way, shape)).eval(), QuantizerConfig(execution_mode=mode))
+    prepared = quantizer.prepare((x,))
+    assert quantizer.applied_plan is not None
+    simulated = {row.tensor.rpartition(".")[2] for row in quantizer.applied_plan if row.spec is not None}  # type: ignore[attr-defined]
+    assert simulated & {"mul[output 0]", "mul_1[output 0]"}
+    with quantizer.calibration_mode(), torch.no_grad():
+        prepared(x)
+    for _ in range(3):
+        prepared(x)
+    torch.testing.assert_close(prepared.get_buffer("0.count"), torch.full(shape, 8.125))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_computed_of_counts_goes_on(mode: str) -> None:
+    """The correction of a bias, which approaches 1, was cut off at what calibration had seen of it."""
+
+    def corrected(s: Any, x: torch.Tensor) -> torch.Tensor:
+        s.calls += 1
+        return s.head(x) * (1 - 0.5**s.calls)
+
+    x = torch.randn(2, 4)
+    model = Lambda(corrected, head=nn.Linear(4, 4))
+    model.register_buffer("calls", torch.zeros(4))
+    plan = Quantizer(model.eval(), QuantizerConfig(execution_mode=mode)).plan((x,))
+    rows = {row.tensor for row in plan if row.spec is not None}  # type: ignore[attr-defined]
+    assert "mul[output 0]" in rows
+    assert not rows & {"mul[other]", "rsub[output 0]", "__rsub__[output 0]"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_averages_of_activations_are_simulated(mode: str) -> None:
+    """A state that an activation enters is one; the state before is read as it is, in a graph too."""
+
+    def averaged(s: Any, x: torch.Tensor) -> torch.Tensor:
+        y = s.head(x)
+        s.level = s.level * 0.5 + y.mean(0) * 0.5
+        return y + s.level
+
+    model = Lambda(averaged, head=nn.Linear(4, 4))
+    model.register_buffer("level", torch.zeros(4))
+    plan = Quantizer(model.eval(), QuantizerConfig(execution_mode=mode)).plan((torch.randn(2, 4),))
+    rows = {row.tensor for row in plan if row.spec is not None}  # type: ignore[attr-defined]
+    assert "add[output 0]" in rows
+    assert "mul[input]" not in rows

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from bitwright.errors import CalibrationWarning
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -59,3 +60,19 @@ def test_silence_where_all_is_well(mode: str, way: str) -> None:
             with quantizer.training_mode() if way == "trained" else quantizer.calibration_mode():
                 prepared(BATCH)
         quantizer.finalize(backend="_torch")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("updated", [True, False])
+def test_averages_made_before_training_take_over_what_it_measured(mode: str, updated: bool) -> None:
+    """The average has the ranges of the model in its buffers; one that never got them has those of the example."""
+    quantizer, prepared = quantizer_for(mode)
+    average = AveragedModel(prepared, use_buffers=False)
+    with quantizer.training_mode():
+        prepared(BATCH * 2)
+        if updated:
+            average.update_parameters(prepared)
+    with warnings.catch_warnings() if updated else pytest.warns(CalibrationWarning, match="BW101"):
+        if updated:
+            warnings.simplefilter("error", CalibrationWarning)
+        quantizer.finalize(average.module, backend="_torch")

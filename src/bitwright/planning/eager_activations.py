@@ -13,6 +13,7 @@ from .exact_values import exact_values
 from .known_ranges import sentinel_values
 from .plan import Problem, Site
 from .simulated_states import is_unpacked
+from .state_updates import state_updates
 from .weight_views import state_read_by
 
 __all__ = ["ActivationRequest", "empty_activation_problems", "request_activations"]
@@ -32,9 +33,10 @@ def request_activations(
     instead, the innermost such module first. Values that hold mask sentinels are left alone, and so are those of which
     every digit matters. Weights that were finalized before stay weights. What a model writes to its parameters and
     buffers is no activation, for a simulator would round them themselves; only what is written takes a boundary's spec.
+    Nor is what goes on from call to call by itself.
     """
     exact = exact_values(program)
-    excluded = sentinel_values(program) | exact.values
+    excluded = sentinel_values(program) | exact.values | state_updates(program)
     for op in program.ops:
         writes = _writes_to_state(op)
         op_rule = None if writes else op_rule_of(op)

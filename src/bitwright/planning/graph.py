@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.config.matching import ModuleRules, OpRule, resolve_module_rules
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
-from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity
+from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularity, PerTokenGranularity
 
 from .chains import Chain, find_chains, fused_problems, rule_by_itself
 from .computed_weights import computed_weight_problems, finalized_weight_problems
@@ -22,7 +22,7 @@ from .graph_boundaries import apply_boundaries
 from .graph_ops import OpRole
 from .kv_cache import apply_kv_caches
 from .left_out import left_out_rows
-from .merge_specs import effective, with_fields
+from .merge_specs import effective, is_stateless, with_fields
 from .plan import Placement, Plan, Problem, Site
 from .quantized import Resolution, resolve_activation
 from .reconcile import Group, reconcile
@@ -114,23 +114,33 @@ def _rules_of(chains: Sequence[Chain]) -> Callable[[Op], OpRule | None]:
 
 def _keep_or_drop_axis(group: Group) -> list[Problem]:
     """Fall back to one scale for the whole tensor where an op within the group moves the axis of the scales."""
-    rank = len(group.slots[0].value.shape)
-    axis = channel_axis(group.spec, rank)
-    if axis is None:
-        return []
-    # A blocked activation has a scale for every position along the other axes as well.
-    axes = range(rank) if isinstance(group.spec.granularity, PerBlockGranularity) else (axis,)
+    granularity, rank = group.spec.granularity, len(group.slots[0].value.shape)
+    axes = _axes_of_scales(group.spec, rank)
     moved = [op for op in group.movers if not all(keeps_axis(op, kept) for kept in axes)]
     if not moved:
         return []
     name = group.slots[0].sites()[0].label
+    by_token = isinstance(granularity, PerTokenGranularity)
     message = (
-        f"{type(group.spec.granularity).__name__}(axis={group.spec.granularity.axis}) cannot hold on both sides of "
-        f"{', '.join(op.name for op in moved)}, which share one simulator: the axis changes its size or its place. "
-        "One scale for the whole tensor is used. Choose an axis that these ops leave alone, or exclude them."
+        f"{type(granularity).__name__}({'' if by_token else f'axis={granularity.axis}'}) cannot hold on both sides of "
+        f"{', '.join(op.name for op in moved)}, which share one simulator: "
+        f"{'one of the axes of the tokens' if by_token else 'the axis'} changes its size or its place. One scale for "
+        "the whole tensor is used. "
+        f"{'Use the dynamic calculator' if by_token else 'Choose an axis that these ops leave alone'}, or exclude them."
     )
     group.spec = with_fields(group.spec, granularity=PerTensorGranularity())
     return [Problem("axis-moved", name, message)]
+
+
+def _axes_of_scales(spec: Any, rank: int) -> Sequence[int]:
+    """Return the axes whose places have scales of their own that last from tensor to tensor."""
+    if isinstance(spec.granularity, PerTokenGranularity):
+        return () if is_stateless(spec) else range(rank - 1)
+    axis = channel_axis(spec, rank)
+    if axis is None:
+        return ()
+    # A blocked activation has a scale for every position along the other axes as well.
+    return range(rank) if isinstance(spec.granularity, PerBlockGranularity) else (axis,)
 
 
 def _placements(groups: Sequence[Group], table: SlotTable) -> list[tuple[Placement, Resolution]]:

@@ -17,7 +17,7 @@ from bitwright.quantization.spec.qparams_calculator import (
 from .known_ranges import Bounds, behind_dropout
 from .slots import Demand, Slot
 
-__all__ = ["effective", "merge_specs", "with_fields"]
+__all__ = ["effective", "is_stateless", "merge_specs", "with_fields"]
 
 
 def merge_specs(slots: Sequence[Slot]) -> tuple[QuantizationSpec | None, Demand | None, str]:

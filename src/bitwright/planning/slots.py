@@ -16,6 +16,7 @@ from .graph_ops import Passthrough, is_float, passthrough_of
 from .known_ranges import KnownRange, known_range, known_ranges, sentinel_values
 from .mutation import mutated_roots, writes_to
 from .plan import Site
+from .state_updates import state_updates
 from .weight_views import state_read_by
 
 __all__ = ["Demand", "Slot", "SlotTable", "build_slots"]
@@ -116,9 +117,10 @@ def build_slots(program: Program, chains: Sequence[Chain], simulated: AbstractSe
     """Return the slots of a program with the demands of its chains.
 
     Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, and values that hold
-    mask sentinels or of which every digit matters have no slots. Neither have values whose ``id`` is in ``simulated``:
-    their numbers are on a grid already. Tensors that an op writes to in place while others still look at them have none
-    where they are produced, since the write would go to a copy, and those that are states none at all.
+    mask sentinels, of which every digit matters or that go on from call to call by themselves have no slots. Neither
+    have values whose ``id`` is in ``simulated``: their numbers are on a grid already. Tensors that an op writes to in
+    place while others still look at them have none where they are produced, since the write would go to a copy, and
+    those that are states none at all.
     """
     builder = _Builder(program, chains, simulated)
     for op in program.ops:
@@ -135,7 +137,7 @@ class _Builder:
         self.facts = known_ranges(program)
         exact = exact_values(program)
         self.mutated = mutated_roots(program)
-        self.excluded = sentinel_values(program) | exact.values | simulated
+        self.excluded = sentinel_values(program) | exact.values | state_updates(program) | simulated
         self.exact_ops = exact.ops
 
     def add(self, op: Op) -> None:

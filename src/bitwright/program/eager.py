@@ -78,6 +78,7 @@ def _run(model: nn.Module, tracer: _Tracer, args: Sequence[Any], kwargs: dict[st
         try:
             with torch.compiler.set_stance("force_eager"), tracer.mode:  # compiled parts run as they were written
                 model(*args, **kwargs)
+            tracer.note_assigned()
         except Exception as error:
             where = tracer.failed_in
             raise TraceError(
@@ -119,6 +120,7 @@ class _Tracer:
         self.values: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Value]] = {}
         self.state_values: dict[int, Value] = {}
         self.enclosed: list[tuple[str, Op]] = []
+        self.assigned: dict[str, Value] = {}
         self.failed_in: str | None = None
         self.mode = _RecordingMode(self)
         self.handed_out = HandedOut(lambda: self.frames[-1].path if self.frames else None)
@@ -252,6 +254,15 @@ class _Tracer:
         if op.arguments:
             self.enclosed.append((place, op))
 
+    def note_assigned(self) -> None:
+        """Note what the forward has put in the places of buffers."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for state in self.states.values():
+            for path, attribute in () if state.is_parameter else state.owners:
+                now = modules[path]._buffers.get(attribute) if path in modules else None
+                if now is not None and now is not state.tensor:
+                    self.assigned[state.name] = self.value_of(now, state.name, ValueKind.OTHER)
+
     def value_of(self, leaf: Any, name: str, kind: ValueKind) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return None
@@ -288,6 +299,7 @@ class _Tracer:
             outputs=[value for value in root.outputs if value is not None],
             modules={path: type(module) for path, module in self.model.named_modules()},
             replaced=tuple(name for name, (now, old) in self.content.items() if memory_of(now) != memory_of(old)),
+            assigned=self.assigned,
             readers=self.handed_out.readers,
             listed=self.handed_out.listed,
             by_key=tuple(self.handed_out.by_key),

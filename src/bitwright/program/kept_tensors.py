@@ -12,7 +12,7 @@ from torch import nn
 
 from .model import Argument, Op, Value
 
-__all__ = ["calls_of_constant", "kept_tensors", "without_kept_results"]
+__all__ = ["calls_of_constant", "kept_tensors", "only_gives_a_pattern", "without_kept_results"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -58,15 +58,15 @@ def calls_of_constant(value: Value, attributes: Sequence[Value] = ()) -> list[Op
             if one is value or not (id(one) in constants or (one.state is not None and not one.state.is_parameter)):
                 return []
             continue
-        read = [argument for argument in one.producer.arguments if not _is_only_a_pattern(argument)]
+        read = [argument for argument in one.producer.arguments if not only_gives_a_pattern(argument)]
         before = [argument.value for argument in read if id(argument.value) not in known]
         known.update(map(id, before))
         found += before
     return [one.producer for one in found if one.producer is not None]
 
 
-def _is_only_a_pattern(argument: Argument) -> bool:
-    """Whether an argument gives a call a type, a device or a shape, and no numbers."""
+def only_gives_a_pattern(argument: Argument) -> bool:
+    """Return whether an argument gives a call a type, a device or a shape, and no numbers."""
     name = argument.op.type
     if name.startswith(("new_", "empty_", "full_", "ones_", "zeros_")):
         return argument.index == 0

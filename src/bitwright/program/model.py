@@ -7,7 +7,7 @@ It holds no copies of tensors: states refer to the model's own parameters and bu
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,6 +244,7 @@ class Program:
         outputs: the model's tensor outputs.
         modules: canonical path of each module, to the module's class.
         replaced: names of the parameters whose ``data`` the forward set, in eager mode.
+        assigned: by name of a buffer, the other tensor that the forward has put in its place, in eager mode.
         readers: paths of modules whose forwards read states that ``parameters()`` and the like gave, in eager mode.
         listed: paths of modules that were asked for these.
         by_key: names of parameters that the forward looked up in ``_parameters``, in eager mode.
@@ -261,6 +262,7 @@ class Program:
     outputs: list[Value]
     modules: dict[str, type[nn.Module]]
     replaced: tuple[str, ...] = ()
+    assigned: Mapping[str, Value] = field(default_factory=dict)
     readers: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     by_key: tuple[str, ...] = ()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from bitwright.errors import BitwrightWarning
 
+from .spec import RunningRangeMixin
 from .spec.fake_quantize import FakeQuantizeImplBase
 
-__all__ = ["refuse_averaged_buffers", "warn_of_switches"]
+__all__ = ["refuse_averaged_buffers", "take_over_progress", "warn_of_switches"]
 
 
 def refuse_averaged_buffers(model: nn.Module, where: str) -> None:
@@ -51,6 +54,33 @@ def warn_of_switches(copy: nn.Module, model: nn.Module, stacklevel: int) -> None
             BitwrightWarning,
             stacklevel=stacklevel,
         )
+
+
+def take_over_progress(copy: nn.Module, model: nn.Module) -> None:
+    """Let ranges of ``copy`` that are those of ``model``, which it was made of, count as measured where these do.
+
+    An average takes over the buffers of the model in training, and with them the ranges; what they were measured on is
+    no buffer.
+    """
+    own, originals = _simulators(copy), _simulators(model)
+    if len(own) != len(originals):
+        return
+    for simulator, original in zip(own.values(), originals.values(), strict=True):
+        mine: Any = simulator.qparams_calculator
+        its: Any = original.qparams_calculator
+        if not (isinstance(mine, RunningRangeMixin) and isinstance(its, RunningRangeMixin)):
+            continue
+        was_measured = its._progress.calibrated and not its._progress.restart
+        if was_measured and _has_same_range(mine, its):
+            mine._progress.calibrated, mine._progress.restart = True, False
+
+
+def _has_same_range(one: Any, other: Any) -> bool:
+    pairs = ((one.running_min, other.running_min), (one.running_max, other.running_max))
+    return all(
+        mine.dtype == its.dtype and mine.shape == its.shape and torch.equal(mine.to(its.device), its)
+        for mine, its in pairs
+    )
 
 
 def _simulators(model: nn.Module) -> dict[str, FakeQuantizeImplBase]:

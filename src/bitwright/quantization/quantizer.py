@@ -25,7 +25,7 @@ from bitwright.program.export_errors import not_a_tuple
 from bitwright.program.graph_module import TracedGraphModule
 
 from . import _checkpoint
-from ._averages import refuse_averaged_buffers, warn_of_switches
+from ._averages import refuse_averaged_buffers, take_over_progress, warn_of_switches
 from ._distributed import merged_statistics, sharded_again, synchronized_observers
 from ._engine import Engine, ExampleInputs
 from ._less_memory import activations_as_codes
@@ -33,6 +33,7 @@ from ._schedule import ScheduleDriver, observers_off, rest, switch
 from ._statistics import gathering, has_searched_range, warn_of_calibration, warn_of_ranges
 from ._validate import check_config
 from ._views import _Views
+from ._whole_steps import steps_with_forwards
 from .config import ExecutionMode, InvalidExecutionModeError, QATSchedule, QuantizerConfig
 from .spec import RunningRangeMixin
 from .spec.fake_quantize import FakeQuantizeImplBase
@@ -207,7 +208,7 @@ class Quantizer(_Views, _BaseModelCompressor):
                 if isinstance(simulator.qparams_calculator, LearnedQParamsCalculatorBase):
                     simulator.qparams_calculator.take_as_found()
             try:
-                with merged_statistics(_simulators(target)):
+                with merged_statistics(_simulators(target)), steps_with_forwards(target):
                     yield self
                 sharded_again(target)
                 self._measured = True
@@ -249,7 +250,7 @@ class Quantizer(_Views, _BaseModelCompressor):
             self._training_model, self._schedules.measured = target, self._measured
             self._schedules.apply(target)
             try:
-                with synchronized_observers(_simulators(target)):
+                with synchronized_observers(_simulators(target)), steps_with_forwards(target):
                     yield self
             finally:
                 self._schedules.release()
@@ -399,6 +400,8 @@ class Quantizer(_Views, _BaseModelCompressor):
                     "has.",
                     stacklevel=2,
                 )
+            if target is not self._model:
+                take_over_progress(target, self._model)
             warn_of_ranges(target, stacklevel=3)
             finalized = self._engine.finalize(target, chosen, folder)
         if chosen == ExportBackend._TORCH:

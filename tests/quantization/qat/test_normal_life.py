@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import pickle
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization._averages import refuse_averaged_buffers
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.qat import DistillationLoss
@@ -537,3 +538,39 @@ def test_instance_norms_follow_the_mode(mode, training):
     prepared.eval()
     quantizer.disable_fake_quant()
     torch.testing.assert_close(prepared(x), expected.eval()(x))
+
+
+class Stops(nn.Module):
+    """Calls a layer twice; once, where it is told to stop or to leave early."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.way = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.way == "raises":
+            raise KeyboardInterrupt
+        return y if self.way == "leaves early" else self.layer(y)
+
+
+@pytest.mark.parametrize("way", ["raises", "leaves early"])
+def test_forwards_that_end_early_leave_ranges_in_step(way):
+    """Of two calls together: the first one of the next forward was taken for the second one of this."""
+    model, x = Stops(), torch.rand(3, 4)
+    weight, bias = model.layer.weight.detach().clone(), model.layer.bias.detach().clone()
+    spec = QuantizationSpec(averaging_constant=0.25)
+    parts = ModuleQuantizerConfig(op_input_spec={"*": spec}, op_state_spec=None, op_output_spec=None)
+    quantizer = Quantizer(model, QuantizerConfig(global_config=parts, execution_mode="eager"))
+    prepared = quantizer.prepare((x,))
+    expected = None
+    with quantizer.calibration_mode(), torch.no_grad():
+        for scale, model.way in ((1.0, None), (3.0, way), (2.0, None)):
+            with contextlib.suppress(KeyboardInterrupt):
+                prepared(x * scale)
+            calls = [x * scale] if model.way else [x * scale, F.linear(x * scale, weight, bias)]
+            largest = torch.stack([call.max() for call in calls]).max()
+            expected = largest if expected is None else expected * 0.75 + largest * 0.25
+    (simulator,) = (module for module in prepared.modules() if isinstance(module, FakeQuantizeImplBase))
+    torch.testing.assert_close(simulator.qparams_calculator.running_max.squeeze(), expected)
+    assert "forward" not in vars(model) or not hasattr(vars(model)["forward"], "is_over")
