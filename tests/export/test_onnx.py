@@ -20,7 +20,7 @@ from bitwright.export.conversion import ConversionError
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.export.onnx.nbits import nbits_operands
 from bitwright.export.onnx.runtime import open_session
-from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 from tests.artifact.strategies import weight_specs
 from tests.measures import sqnr
@@ -289,6 +289,23 @@ def test_dynamic_sizes_that_a_program_fixes_are_refused(tmp_path):
     _, ready = prepared(model, x, W8)
     with pytest.raises(ConversionError, match=r"Constraints violated \(length\)"):
         _exported(ready, x, tmp_path, dynamic_shapes=({1: torch.export.Dim("length")},))
+
+
+@pytest.mark.parametrize("calculator", ["static", "dynamic"])
+def test_sizes_that_calibrated_blocks_fix_are_named(calculator, tmp_path):
+    """The message says which size has one value, and to compute parameters at run time, where they fix none."""
+    x, blocks = torch.randn(2, 3, 8), PerBlockGranularity(axis=-1, block_size=4)
+    fp4 = QuantizationSpec(dtype="float4_e2m1fn_x2", granularity=blocks, qparam_calculator_cls=calculator)
+    config = ModuleQuantizerConfig(op_input_spec={"*": fp4}, op_output_spec=None, op_state_spec=None)
+    ready = Quantizer(nn.Linear(8, 8).eval(), QuantizerConfig(global_config=config)).prepare((x,))
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    if calculator == "static":
+        with pytest.raises(ConversionError, match=r"shape\[0\] is 2 and nothing else.*qparam_calculator_cls='dynamic'"):
+            _exported(ready, x, tmp_path, dynamic_shapes=shapes)
+    else:
+        path = _exported(ready, x, tmp_path, dynamic_shapes=shapes)
+        other = torch.randn(5, 3, 8)
+        torch.testing.assert_close(run_onnx(path, (other,))[0], ready(other))
 
 
 class InBlocks(nn.Module):

@@ -46,7 +46,17 @@ CASES = {
         *(i >> bits for bits in (1, 30, 31, 32)), *(i << bits for bits in (1, 30, 32)), n >> 64, n << 64
     ],
 }  # fmt: skip
-ONNX = ("places in order", "signs", "remainders")
+MORE = {
+    "shifts by tensors": lambda b, s, i, n, h: [
+        *(shift(x, n) for x in (b, s, i, n) for shift in (torch.bitwise_left_shift, torch.bitwise_right_shift)),
+        b >> torch.tensor(2), s << b, 3 << n, -9 >> s, n >> -1, n << -1, i >> 40, n >> (n.int() + 62),
+    ],
+    "places in all": lambda b, s, i, n, h: [
+        n.view(2, 2).argmax(keepdim=True), s.view(2, 2).argmin(keepdim=True), s.short().view(2, 2).argmax(1, True),
+    ],
+}
+"""Only in ONNX."""
+ALL = {**CASES, **MORE}
 
 
 class Integers(nn.Module):
@@ -55,17 +65,17 @@ class Integers(nn.Module):
         self.names = names
 
     def forward(self, *inputs):
-        return [result for name in self.names for result in CASES[name](*inputs)]
+        return [result for name in self.names for result in ALL[name](*inputs)]
 
 
-@pytest.mark.parametrize(("target", "names"), [("onnx", ONNX), ("executorch", CASES), ("coreai", CASES)])
+@pytest.mark.parametrize(("target", "names"), [("onnx", ALL), ("executorch", CASES), ("coreai", CASES)])
 def test_right_in_the_runtime(target, names, tmp_path):
     """Core AI's integers have 32 bits where PyTorch's have 64."""
     if TARGETS[target].missing() is not None:
         pytest.skip(f"needs {target}")
     model = Integers(list(names)).eval()
     path = TARGETS[target].write(model, INPUTS, tmp_path / f"m{TARGETS[target].suffix}", {}, None)
-    origins = [f"{number} of {name}" for name in names for number in range(len(CASES[name](*INPUTS)))]
+    origins = [f"{number} of {name}" for name in names for number in range(len(ALL[name](*INPUTS)))]
     for origin, expected, found in zip(origins, model(*INPUTS), TARGETS[target].run(path, INPUTS), strict=True):
         narrow = target == "coreai" and expected.dtype == torch.int64
         assert found.dtype == (torch.int32 if narrow else expected.dtype), origin
@@ -84,7 +94,7 @@ class OfNothing(nn.Module):
         )
 
 
-@pytest.mark.parametrize("target", ["executorch", "coreai"])
+@pytest.mark.parametrize("target", ["onnx", "executorch", "coreai"])
 def test_nothing_of_what_is_no_number_is_added(target, tmp_path):
     if TARGETS[target].missing() is not None:
         pytest.skip(f"needs {target}")

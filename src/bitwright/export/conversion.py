@@ -49,6 +49,8 @@ _PREPARED_REMEDY = (
     "Give the exporter the prepared model; for a second backend, finalize(copy.deepcopy(prepared), backend=...)."
 )
 _FINALIZED_REMEDY = f"It was finalized for Core AI, whose operators no other target has. {_PREPARED_REMEDY}"
+_FIXED = re.compile(r"inferred a static shape of (\d+) for dimension (\S+\])")
+"""What torch.export says of a size that varies by ``Dim.DYNAMIC``, and that the program has one value of."""
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _OF_THE_DISK = {
     getattr(errno, name)
@@ -239,6 +241,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _sizes_remedy(error: Exception) -> str | None:
     """What to do where a program does not hold for all sizes that ``dynamic_shapes`` has, with what torch suggests."""
+    fixed = dict.fromkeys(f"{one[2]} is {one[1]}" for part in _chain(error) for one in _FIXED.finditer(str(part)))
+    if fixed:
+        return (
+            f"The program holds for fewer sizes than dynamic_shapes has: {', '.join(fixed)} and nothing else. Leave "
+            "such a size out of dynamic_shapes, which makes it the example's. If it may vary in the float model, "
+            "calibrated activations in blocks fix it, which have parameters for each place: quantize those per tensor, "
+            "per channel, or with qparam_calculator_cls='dynamic'."
+        )
     refusal = next(filter(sizes_refused, _chain(error)), None)
     if refusal is None:
         return None

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
+from .promotion import in_type, number, result_type
 from .torchlib import operators, torchs_translation
 
-__all__ = ["PREDICATES", "ROUNDINGS", "are_integers", "predicate", "product_and_sum", "product_by_index", "rounding"]
+__all__ = [
+    "PLACES", "PREDICATES", "ROUNDINGS", "are_integers", "place_of_extreme", "predicate", "product_by_index",
+    "rounding", "times_power_of_two",
+]  # fmt: skip
 
 _aten = torch.ops.aten
 _INTEGERS = {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
@@ -19,6 +23,9 @@ ROUNDINGS = (_aten.ceil.default, _aten.floor.default, _aten.round.default, _aten
 
 PREDICATES = {_aten.isfinite.default: True, _aten.isnan.default: False}
 """Questions about numbers, with the answer for integers."""
+
+PLACES = (_aten.argmax.default, _aten.argmin.default)
+"""Places of the largest and the smallest."""
 
 
 def rounding(torchs: Any, opset: int | None) -> Callable[..., Any]:
@@ -52,21 +59,35 @@ def predicate(torchs: Any, opset: int | None) -> Callable[..., Any]:
     return answer
 
 
-def product_and_sum(opset: int | None) -> Callable[..., Any]:
-    """Return the translation of ``aten::addmm``.
+def place_of_extreme(torchs: Any, opset: int | None) -> Callable[..., Any]:
+    """Return the translation of one of :data:`PLACES`, in types that ONNX Runtime has kernels for.
+
+    With ``keepdim`` the place in a whole tensor has as many dimensions as that.
 
     Args:
+        torchs: the overload.
         opset: version of the operator set; None for torch's choice.
     """
 
-    def addmm(x: Any, left: Any, right: Any, beta: float = 1, alpha: float = 1) -> Any:
-        if not are_integers(x, left, right):
-            return torchs_translation(_aten.addmm.default, opset)(x, left, right, beta, alpha)
-        op = operators()
-        product = op.MatMul(left, right)
-        return op.Add(_times(x, beta), _times(product, alpha))
+    def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        rank = len(x.shape)
+        if are_integers(x) and x.dtype.bitwidth == 16:
+            shape, x = x.shape, in_type(x, torch.int32)
+            x.shape = shape
+        found = torchs_translation(torchs, opset)(x, dim, keepdim and dim is not None)
+        if dim is None and keepdim and rank:
+            found = operators().Reshape(found, operators().Constant(value_ints=[1] * rank))
+        return found
 
-    return addmm
+    return place
+
+
+def times_power_of_two(x: Any, exponent: Any) -> Any:
+    """Translate ``aten::ldexp``, whose decomposition multiplies numbers of different types."""
+    op, dtype = operators(), result_type(x, exponent)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return in_type(op.Mul(in_type(x, wide), op.Pow(number(2.0, wide), in_type(exponent, wide))), dtype)
 
 
 def product_by_index(opset: int | None) -> Callable[..., Any]:
@@ -86,10 +107,6 @@ def product_by_index(opset: int | None) -> Callable[..., Any]:
         return torchs_translation(_aten.einsum.default, opset)(equation, tensors, path)
 
     return einsum
-
-
-def _times(x: Any, factor: float) -> Any:
-    return x if factor == 1 else operators().Mul(x, operators().CastLike(int(factor), x))
 
 
 def are_integers(*tensors: Any) -> bool:

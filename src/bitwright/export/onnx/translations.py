@@ -13,13 +13,24 @@ from .bools import EXTREMES, WHERE, add, extreme, where
 from .convolutions import convolution
 from .embedding_bags import embedding_bag
 from .indexing import SCATTERS, WRITES, indexed_write, scatter_to_places, scattered
-from .integers import PREDICATES, ROUNDINGS, predicate, product_and_sum, product_by_index, rounding
+from .integers import (
+    PLACES,
+    PREDICATES,
+    ROUNDINGS,
+    place_of_extreme,
+    predicate,
+    product_by_index,
+    rounding,
+    times_power_of_two,
+)
 from .losses import cross_entropy
+from .matrix_sums import SUMS, added_product
 from .norms import batch_norm
 from .pools import average_pool
 from .recurrent import lstm
 from .resizing import ANTIALIASED, antialiased
 from .shapes import SQUEEZES
+from .shifts import SHIFTS, shift
 from .sorts import sort_stably
 from .torchlib import torchs_translation
 
@@ -38,7 +49,6 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten._is_any_true.default: torchs_translation(aten.any.default, opset),
         aten._native_batch_norm_legit_functional.default: batch_norm(opset),
         aten.add.Tensor: add(opset),
-        aten.addmm.default: product_and_sum(opset),
         aten.atan2.default: angle_of_point,
         aten.avg_pool2d.default: average_pool(aten.avg_pool2d.default, 2, opset),
         aten.avg_pool3d.default: average_pool(aten.avg_pool3d.default, 3, opset),
@@ -46,6 +56,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.cross_entropy_loss.default: cross_entropy(opset),
         aten.einsum.default: product_by_index(opset),
         aten.embedding_bag.padding_idx: embedding_bag,
+        aten.ldexp.Tensor: times_power_of_two,
         aten.lstm.input: lstm(opset),
         aten.scatter_reduce.two: scattered(opset),
         aten.sort.stable: sort_stably(opset),
@@ -58,4 +69,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         **{overload: extreme(overload, opset) for overload in EXTREMES},
         **{overload: rounding(overload, opset) for overload in ROUNDINGS},
         **{overload: predicate(overload, opset) for overload in PREDICATES},
+        **{overload: place_of_extreme(overload, opset) for overload in PLACES},
+        **{overload: added_product(overload, opset) for overload in SUMS},
+        **{overload: shift(direction) for overload, direction in SHIFTS.items()},
     }
