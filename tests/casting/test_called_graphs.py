@@ -102,6 +102,33 @@ def test_loops_over_floats_make_the_same_steps(target: torch.dtype, end: float, 
     assert torch.allclose(result[2].float(), exact[2], rtol=1e-2)
 
 
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("decompose", [False, True])
+def test_loops_over_a_flag_made_of_floats_make_the_same_steps(decompose: bool, written: bool) -> None:
+    """The condition reads no float; the body computes the flag of the next step from two."""
+
+    def step(flag: torch.Tensor, n: torch.Tensor, t: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (torch.zeros(1) if written else t[None] + 0.0005) * 1
+        if written:
+            total[0].add_(t + 0.0005)  # through a view
+        return (total.sum() < 2) & (n < 4999), n + 1, total[0].clone(), v * 0.999
+
+    class Flagged(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            start = (torch.tensor(True), torch.tensor(0), x.sum() * 0, x)
+            return while_loop(lambda flag, n, t, v: flag.clone(), step, start)
+
+    x = torch.ones(2)
+    program = export(Flagged(), x, decompose=decompose)
+    exact = run(program, x)
+    assert exact[1] < 4900
+    cast_fp32_to_fp16(program)
+    check_metadata(program, x.half())
+    result = run(program, x.half())
+    assert [r.dtype for r in result] == [torch.bool, torch.int64, torch.float16, torch.float16]
+    assert result[1] == exact[1]
+
+
 def test_ignored_operator_inside_a_branch() -> None:
     program = export(Branches(), torch.rand(3, 4))
     cast_fp32_to_fp16(program, ATEN.exp)

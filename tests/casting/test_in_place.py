@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.casting import CastingWarning, cast_fp32_to_fp16, cast_int32_to_int16
 from bitwright.casting._arguments import written_in_place
 
-from .programs import export, run
+from .programs import check_metadata, export, run
 from .test_scalars import Wrapped
 
 ATEN = torch.ops.aten
@@ -108,3 +108,17 @@ def test_what_shares_memory_with_a_written_tensor() -> None:
 
     written = written_in_place(export(Wrapped(function), torch.ones(2, 2), decompose=False).graph)
     assert {node.name for node in written} == {"exp", "view", "add_", "t"}
+
+
+@pytest.mark.parametrize("ignored", [ATEN.slice.Tensor, ATEN.as_strided.default, ATEN.add.Tensor])
+def test_no_cast_comes_between_a_view_and_what_as_strided_reads_beside_it(ignored: object) -> None:
+    """A cast is a copy, which ends where the view does."""
+
+    class Beside(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_strided((x + x)[:2], (2,), (1,), 2) * 2
+
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    program = cast_fp32_to_fp16(export(Beside(), x, decompose=False), ignored)
+    check_metadata(program, x.half())
+    assert run(program, x.half())[0].tolist() == [12.0, 16.0]

@@ -359,3 +359,86 @@ def test_bounds_that_are_no_pair_are_refused(bounds: object) -> None:
 def test_ranges_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(TypeError, match="value_ranges must map names"):
         cast_int32_to_int16(export(Sum(), A, B), value_ranges=["a"])  # type: ignore[arg-type]
+
+
+def _called(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def branch(v: torch.Tensor) -> torch.Tensor:
+        return v * v
+
+    return (
+        torch.cond(x.sum() > 0, branch, lambda v: v + 1, (a,)),
+        torch.cond(x.sum() > 0, branch, lambda v: v + 1, (b,)),
+    )
+
+
+@pytest.mark.parametrize("wide", ["a", "b"])
+def test_a_graph_that_two_calls_share_is_proven_for_both(wide: str) -> None:
+    class Shared(nn.Module):
+        def forward(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return _called(x, a, b)
+
+    x, small, large = torch.ones(1), torch.tensor([3, 5]), torch.tensor([30000, 5])
+    given = (x, large, small) if wide == "a" else (x, small, large)
+    for ranges in ({"a": (-99, 99), "b": (-99, 99)}, {"a": (-99, 99), "b": (-99, 99), wide: (0, 40000)}):
+        inputs = (x, small, small) if len(set(ranges.values())) == 1 else given
+        program = export(Shared(), *inputs, decompose=False)
+        first, second = (node for node in program.graph.nodes if str(node.target) == "cond")
+        for position in (1, 2):
+            second.args[position].target = first.args[position].target
+        exact = run(program, *inputs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cast_int32_to_int16(program, value_ranges=ranges)
+        assert len(caught) == (inputs is given)
+        assert all(str(entry.message).count("mul lies in") <= 2 for entry in caught)
+        dtypes = [dtype(node) for node in program.graph.nodes if node.op == "placeholder"]
+        cast = [tensor.to(wanted) for tensor, wanted in zip(inputs, dtypes, strict=True)]
+        assert [r.tolist() for r in run(program, *cast)] == [r.tolist() for r in exact]
+
+
+def test_writes_through_views_inside_a_branch_have_no_bounds() -> None:
+    """The zeros are none any more."""
+
+    class Written(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def branch(x: torch.Tensor) -> torch.Tensor:
+                zeros = torch.zeros_like(x)
+                zeros[0:2].add_(x[0:2])
+                return zeros * x * x
+
+            return torch.cond(x.sum() > 0, branch, lambda x: x.clone(), (x,))
+
+    x = torch.tensor([100, 90, 3, 4])
+    program = export(Written(), x, decompose=False)
+    exact = run(program, x)[0]
+    with pytest.warns(CastingWarning, match="no bounds"):
+        cast_int32_to_int16(program, value_ranges={"x": (-100, 100)})
+    assert torch.equal(run(program, x)[0], exact)
+
+
+def test_what_as_strided_reads_beside_a_view_has_no_bounds_and_stays_in_memory() -> None:
+    """A valid index bounds the view, not what lies beside it; a cast of the view would not have it at all."""
+
+    class Beside(nn.Module):
+        def forward(self, table: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = (i * 1)[:2]
+            beside = torch.as_strided(rows, (2,), (1,), 2)
+            return table[rows], beside + beside
+
+    class Moved(nn.Module):
+        def forward(self, table: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            view = (i + i)[:2]
+            beside = torch.as_strided(view, (2,), (1,), 2)
+            return view + view, beside + beside
+
+    table, i = torch.rand(5), torch.tensor([1, 2, 30000, 30000], dtype=torch.int32)
+    program = export(Beside(), table, i, decompose=False)
+    with pytest.warns(CastingWarning, match="no bounds"):
+        cast_int32_to_int16(program)
+    assert run(program, table, i)[1].tolist() == [60000, 60000]
+    i = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    program = export(Moved(), table, i, decompose=False)
+    with pytest.warns(CastingWarning, match="add_2 has no bounds"):
+        cast_int32_to_int16(program, value_ranges={"i": (0, 9)})
+    assert node_dtypes(program)[torch.int16] > 0
+    assert [r.tolist() for r in run(program, table, i.short())] == [[4, 8], [12, 16]]

@@ -120,3 +120,18 @@ def test_tensors_are_narrowed_as_scalars_are(values: list[float]) -> None:
 )
 def test_precision_lost_below_the_normal_numbers(tensor: torch.Tensor, dtype: torch.dtype, expected: bool) -> None:
     assert loses_precision(tensor, dtype) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_number_lies_beyond_thresholds_that_the_format_does_not_hold(dtype: torch.dtype, sign: int) -> None:
+    """It stands for the largest number of float32; infinities stay beyond both."""
+    limit, exact_limit = float(torch.finfo(dtype).max), float(torch.finfo(torch.float32).max)
+    below = float(torch.nextafter(torch.tensor(limit, dtype=dtype), torch.tensor(0.0, dtype=dtype)))
+    for above in (True, False):
+        compare = torch.lt if above else torch.le
+        exact = torch.tensor([sign * one for one in (math.inf, exact_limit, below, 0.0)])
+        narrow = torch.tensor([sign * one for one in (math.inf, limit, below, 0.0)], dtype=dtype)
+        for value in (1.0001 * limit if dtype == torch.float16 else limit + 1e36, exact_limit, 1e39):
+            threshold = narrow_threshold(sign * value, dtype, above=above)
+            assert torch.equal(compare(narrow, threshold), compare(exact, sign * value))

@@ -127,3 +127,29 @@ def test_positions_that_are_written_in_place_are_still_cast(function: Callable[.
     cast_fp32_to_fp16(program)
     assert dtype(find(program, ATEN.mul_.Tensor)) == torch.float16
     assert torch.equal(run(program, x.half(), m)[0].float(), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_buffer_of_positions_keeps_its_digits_where_others_read_it_too(tied: bool, shared: bool) -> None:
+    """Under one name or two, of which export uses one."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.linspace(0.3, 2.9, 4))
+            if tied:
+                self.register_buffer("original", self.frequencies)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            phases = torch.arange(3000).float()[:, None] * self.frequencies
+            return torch.sin(phases), x * self.frequencies if shared else x + 1
+
+    x = torch.rand(4)
+    program = export(Rotary(), x)
+    expected = run(program, x)
+    cast_fp32_to_fp16(program)
+    check_metadata(program, x.half())
+    for exact, result in zip(expected, run(program, x.half()), strict=True):
+        assert result.dtype == torch.float16
+        assert torch.allclose(result.float(), exact, atol=1e-2)

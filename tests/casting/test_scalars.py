@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bitwright.casting import cast_fp32_to_fp16
+from bitwright.casting._comparisons import constant_threshold
+from bitwright.casting._numbers import narrow_tensor
 
 from .programs import check_metadata, dtype, export, find, node_dtypes, run
 
@@ -99,6 +103,99 @@ def test_comparisons_answer_as_with_the_exact_threshold(
     assert exact.any()
     assert not exact.all()
     assert torch.equal(run(cast_fp32_to_fp16(program, dtype=target), x)[0], exact)
+
+
+LOWEST = torch.finfo(torch.float32).min
+MASKS = {
+    "lowest": [LOWEST, 0.0, -3.0, LOWEST],
+    "infinite": [-math.inf, 0.0, -3.0, LOWEST],
+    "two": [-3e38, -2e38, 0.0, 5.0],
+    "highest": [-LOWEST, 0.0, 7.0, math.inf],
+    "close": [0.3 + 1e-6, 0.3 - 1e-6, 0.3 + 1e-4, 0.0],
+    "subnormal": [1e-9, 0.0, -1e-9, 1.0],
+}
+NUMBERS = [-1e39, LOWEST, -2.5e38, -1.5e38, -1e38, -1e30, -1e9, -65504.0, -1e4, 0, 0.3, 1e30, 1e38, 3e38, -LOWEST]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("compare", [ATEN.lt.Scalar, ATEN.le.Scalar, ATEN.gt.Scalar, ATEN.ge.Scalar])
+def test_thresholds_lie_between_the_narrowed_values(compare: Any, target: torch.dtype) -> None:
+    """There is none only where values that the number separates have become one."""
+    for values in map(torch.tensor, MASKS.values()):
+        narrowed = narrow_tensor(values, target)
+        for number in NUMBERS:
+            graph = torch.fx.Graph()
+            node = graph.call_function(compare, (graph.placeholder("mask"), number))
+            threshold, exact = constant_threshold(node, values, narrowed), compare(values, number)
+            if threshold is None:
+                assert set(narrowed[exact].tolist()) & set(narrowed[~exact].tolist())
+            else:
+                assert torch.equal(compare(narrowed, threshold), exact)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("decompose", [False, True])
+def test_comparisons_of_constants_answer_as_in_float32(target: torch.dtype, decompose: bool) -> None:
+    """Of a constant every value is known; where no 16-bit number lies between two, it stays as it is."""
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, values in MASKS.items():
+                self.register_buffer(name, torch.tensor(values))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            held = [self.get_buffer(name)[None] for name in ("lowest", "two", "close")]
+            numbers = (-2.5e38, -1.5e38, -1e30, 0.3)
+            return [torch.where(test(m, n), 1.0, x) for test in (torch.lt, torch.ge) for m in held for n in numbers]
+
+    x = torch.zeros(1)
+    program = export(Masks(), x, decompose=decompose)
+    expected = run(program, x)
+    cast_fp32_to_fp16(program, dtype=target)
+    check_metadata(program, x.to(target))
+    assert [r.tolist() for r in run(program, x.to(target))] == [r.tolist() for r in expected]
+    stored = program.state_dict
+    assert [stored[name].dtype for name in ("lowest", "close", "highest")] == [target, torch.float32, target]
+
+
+@pytest.mark.parametrize(
+    ("target", "ignored"),
+    [
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        *((torch.float16, op) for op in (ATEN.lt.Scalar, ATEN.unsqueeze.default, ATEN.add.Tensor)),
+    ],
+)
+def test_mask_numbers_are_found_wherever_they_come_from(target: torch.dtype, ignored: object) -> None:
+    """In a constant that is added, too, in an input, and in what is computed, in float32 or not."""
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.tensor([LOWEST, 0.0, LOWEST]))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+            made = x.masked_fill(x > 1, LOWEST)
+            tested = (self.held, mask, self.held + x, made, torch.full((3,), LOWEST), mask + self.held)
+            lower = [tensor[None] < number for tensor in tested for number in (-1.5e38, -1e30)]
+            upper = [-tensor[None] > number for tensor in tested for number in (1.5e38, 1e30)]
+            return [torch.where(truth, 1.0, x) for truth in (*lower, *upper)]
+
+    x, mask = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([LOWEST, 0.0, 0.0])
+    program = export(Masks(), x, mask)
+    expected = run(program, x, mask)
+    cast_fp32_to_fp16(program, ignored, dtype=target)
+    inputs = (x.to(target), mask.clamp_min(torch.finfo(target).min).to(target))
+    check_metadata(program, *inputs)
+    assert [r.tolist() for r in run(program, *inputs)] == [r.tolist() for r in expected]
+
+
+def test_numbers_beyond_the_format_are_compared_in_float32_with_what_is_computed_there() -> None:
+    x = torch.tensor([1.0, 20.0, 60.0])
+    program = export(Wrapped(lambda x: torch.where(torch.exp(x) > 1e10, 1.0, x)), x)
+    cast_fp32_to_fp16(program, ATEN.exp)
+    assert run(program, x.half())[0].tolist() == [1.0, 20.0, 1.0]
 
 
 @pytest.mark.parametrize("decompose", [False, True])

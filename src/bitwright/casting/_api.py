@@ -49,14 +49,17 @@ def cast_fp32_to_fp16(
     * operators that turn integers beyond the range into floats, as far as these are proven or seen;
     * positions, which are floats made of integers, up to where every digit of them matters: sines and cosines,
       roundings, casts to integers, and, unless activations are mixed in, comparisons, remainders and searches;
-    * loops (``while_loop``) whose condition reads floats, which rounded steps might never bring to an end;
+    * loops (``while_loop``) whose end is computed from floats, in the condition or in the body: rounded steps might
+      never reach it;
     * complex numbers, operators without a 16-bit kernel in PyTorch, ``logit`` with an ``eps`` that the 16-bit dtype
       does not subtract from one.
 
     Results of such nodes are narrowed again where 16-bit consumers read them. Infinities stay infinities; finite
     values from 1e38 on stand for infinity in masks and become the largest finite number; a scalar that is not zero
     does not become zero, a bound or an offset near one does not become one, and comparisons with a scalar answer as
-    with its exact value. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are cast with their callers.
+    with its exact value: for a constant as they did for its float32 values, for other tensors as if the largest finite
+    number of the 16-bit format stood for infinity. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are
+    cast with their callers.
 
     Args:
         exported_program: the program, as exported or decomposed.

@@ -59,6 +59,16 @@ def written_in_place(graph: Graph) -> set[Node]:
     return sharing_memory(argument for node in graph.nodes for argument in written_arguments(node))
 
 
+def restrided_views(graph: Graph) -> list[Node]:
+    """Return what ``as_strided`` reads where that is a view of more, and the views that it is made of.
+
+    ``as_strided`` may read what lies beside the view, which a copy, as a cast makes one, does not have.
+    """
+    read = [node.args[0] for node in graph.nodes if node.target == torch.ops.aten.as_strided.default]
+    memory = reachable((node for node in read if isinstance(node, Node)), shared_arguments)
+    return [node for node in graph.nodes if node in memory and shared_arguments(node)]
+
+
 def sharing_memory(tensors: Iterable[Node]) -> set[Node]:
     """Return tensors, and all of their graph that may share the memory of one."""
 

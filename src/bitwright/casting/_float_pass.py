@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from ._arguments import bound_arguments
 from ._cleanup import CAST_OPS, cleanup_casts
+from ._comparisons import computed_threshold, narrow_constant, threshold_of
 from ._float_plan import IGNORED, FloatPlan, touches_float32
-from ._numbers import narrow_bound, narrow_bounds, narrow_scalar, narrow_tensor, narrow_threshold
+from ._numbers import narrow_bound, narrow_scalar
 from ._operators import attribute_of, bounds_results, called_graphs, is_creation, op_name
 from ._program import finish, replace_state, static_inputs
 from ._retype import DtypeInference, Retyper, dtypes_of, set_dtypes
@@ -33,7 +34,7 @@ def apply_float_plan(program: ExportedProgram, plan: FloatPlan) -> None:
     narrowed: dict[int, torch.Tensor] = {}
     for node, _, tensor in static_inputs(program):
         if tensor.dtype == _FLOAT32 and not plan.native_float32(node) and id(tensor) not in narrowed:
-            narrowed[id(tensor)] = _narrow_constant(node, tensor, plan.dtype)
+            narrowed[id(tensor)] = narrow_constant(node, tensor, plan.dtype)
     rewriter.run(_output_dtypes(program, plan))
     replace_state(program, narrowed)
     finish(program)
@@ -75,7 +76,7 @@ class _GraphRewriter:
             return
         if value.dtype == _FLOAT32:
             path, _, name = str(node.target).rpartition(".")
-            setattr(self._module.get_submodule(path), name, _narrow_constant(node, value, self._plan.dtype))
+            setattr(self._module.get_submodule(path), name, narrow_constant(node, value, self._plan.dtype))
         set_dtypes(node, [self._plan.dtype])
 
     def _rewrite_call(self, node: Node) -> None:
@@ -88,6 +89,7 @@ class _GraphRewriter:
         elif not touches_float32_originally(node, self._retyper):
             return
         elif node in self._plan.kept:
+            self._settle_threshold(node)
             self._retyper.feed_original(node)
         elif isinstance(node.target, HigherOrderOperator):
             self._narrow_graph_call(node)
@@ -97,7 +99,19 @@ class _GraphRewriter:
     def _wanted(self, source: Node) -> torch.dtype | None:
         return self._plan.dtype if self._retyper.original(source) == _FLOAT32 else None
 
+    def _settle_threshold(self, node: Node) -> None:
+        """Let a comparison of what is, or has been, 16-bit answer as it did before."""
+        threshold = threshold_of(node)
+        if threshold is None or (node in self._plan.kept and self._plan.compares_exactly(node)):
+            return
+        settled = self._plan.thresholds.get(node)
+        if settled is None:
+            settled = computed_threshold(node, threshold, self._plan.dtype)
+        if settled != threshold:
+            node.args = (node.args[0], settled, *node.args[2:])
+
     def _narrow(self, node: Node) -> None:
+        self._settle_threshold(node)
         args, kwargs = node.args, node.kwargs
         node.args, node.kwargs = _narrow_constants(node, self._plan.dtype)
         self._retyper.feed(node, self._wanted)
@@ -163,11 +177,6 @@ def sync_metadata_assertion(node: Node) -> None:
     node.args, node.kwargs = (source,), {**arguments, "dtype": source.meta["val"].dtype}
 
 
-def _narrow_constant(node: Node, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the stored float32 ``tensor`` that ``node`` stands for in ``dtype``."""
-    return narrow_bounds(tensor, dtype) if bounds_results(node) else narrow_tensor(tensor, dtype)
-
-
 def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``node`` with numbers and dtypes as the 16-bit operator takes them.
 
@@ -207,10 +216,8 @@ def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], 
 
 def _narrow_number(node: Node, name: str, value: float, dtype: torch.dtype) -> float:
     """Return what ``dtype`` holds for ``value``, the argument ``name`` of ``node``, by what it is to the operator."""
-    if op_name(node) in ("lt", "ge"):
-        return narrow_threshold(value, dtype, above=True)
-    if op_name(node) in ("gt", "le"):
-        return narrow_threshold(value, dtype, above=False)
+    if threshold_of(node) is not None:
+        return value
     if name != "alpha" and bounds_results(node):
         return narrow_bound(value, dtype)
     return narrow_scalar(value, dtype)

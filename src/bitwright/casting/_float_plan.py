@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -18,10 +18,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._arguments import sharing_memory, written_arguments
+from ._arguments import restrided_views, sharing_memory, written_arguments, written_in_place
 from ._cleanup import CAST_OPS, dtype_of
+from ._comparisons import compared_source, constant_threshold, is_only_compared, narrow_constant, threshold_of
 from ._intervals import Interval
-from ._numbers import fits_tensor, holds_mask_numbers, largest, loses_precision
+from ._numbers import fits_tensor, holds_mask_numbers, is_beyond, largest, loses_precision
 from ._operators import (
     attribute_of,
     called_graphs,
@@ -50,16 +51,22 @@ class FloatPlan:
         kept: nodes that compute in float32, and why.
         wide: nodes whose float32 value ``dtype`` cannot hold, and why.
         stay: placeholders whose tensors stay float32 although ``dtype`` could hold them.
+        thresholds: numbers with which comparisons answer for constants of ``dtype`` as they did in float32.
     """
 
     dtype: torch.dtype
     kept: dict[Node, str] = dataclasses.field(default_factory=dict)
     wide: dict[Node, str] = dataclasses.field(default_factory=dict)
     stay: set[Node] = dataclasses.field(default_factory=set)
+    thresholds: dict[Node, float] = dataclasses.field(default_factory=dict)
 
     def native_float32(self, node: Node) -> bool:
         """Tell whether the value of ``node`` is computed or stored in float32."""
         return node in self.kept or node in self.wide or node in self.stay
+
+    def compares_exactly(self, node: Node) -> bool:
+        """Tell whether what the comparison ``node`` reads has never been 16-bit."""
+        return self.native_float32(node.all_input_nodes[0]) and self.native_float32(compared_source(node))
 
 
 class FloatPlanner:
@@ -99,9 +106,13 @@ class FloatPlanner:
         parameters = {node for node, spec, _ in static_inputs(program) if spec.kind == InputKind.PARAMETER}
         buffers = {node for node, _, tensor in static_inputs(program) if not holds_mask_numbers(tensor)} - parameters
         self._plan_graph(program.graph, parameters, buffers)
-        # The user's inputs change by contract; of the rest, what only phases read stays as exact as it is.
+        # The user's inputs change by contract; of the rest, what positions are computed from stays as exact as it is.
         self._plan.stay -= set(user_inputs(program))
         self._plan.stay |= set(tokens(program))
+        # A buffer under two names has two placeholders, of which one may have no users, and is one tensor.
+        exact = {id(tensor) for node, _, tensor in static_inputs(program) if node in self._plan.stay}
+        self._plan.stay |= {node for node, _, tensor in static_inputs(program) if id(tensor) in exact}
+        self._settle_restrided_views(program.graph_module)
         self._settle_shared_graphs(program.graph_module)
         _check_in_place(program.graph_module, self._plan)
         return self._plan
@@ -124,9 +135,31 @@ class FloatPlanner:
                 verdicts[id(tensor)] = f"most of it lies below the normal numbers of {dtype}"
             elif spec.target in written and self._overflow(written[spec.target]):
                 verdicts[id(tensor)] = f"values beyond {dtype} are written to it"
+        verdicts |= self._plan_thresholds(program, written.keys())
         for node, _, tensor in static_inputs(program):
             if id(tensor) in verdicts:
                 self._plan.wide[node] = verdicts[id(tensor)]
+
+    def _plan_thresholds(self, program: ExportedProgram, written: Collection[str]) -> dict[int, str]:
+        """Find the thresholds for constants; return the constants, by identity, that are only compared and lack one."""
+        changing = written_in_place(program.graph)
+        constants = {
+            node: tensor
+            for node, spec, tensor in static_inputs(program)
+            if tensor.dtype == torch.float32 and spec.target not in written and node not in changing
+        }
+        verdicts: dict[int, str] = {}
+        for node in program.graph.nodes:
+            source = compared_source(node) if threshold_of(node) is not None else None
+            if source not in constants:
+                continue
+            narrowed = narrow_constant(source, constants[source], self._plan.dtype)
+            threshold = constant_threshold(node, constants[source], narrowed)
+            if threshold is not None:
+                self._plan.thresholds[node] = threshold
+            elif is_only_compared(source):
+                verdicts[id(constants[source])] = f"{node.name} tells values apart that are one in {self._plan.dtype}"
+        return verdicts
 
     def _plan_graph(self, graph: Graph, parameters: set[Node], buffers: set[Node]) -> None:
         chains = position_chains(graph, parameters, buffers)
@@ -196,7 +229,12 @@ class FloatPlanner:
             return "it computes with complex numbers"
         if lacks_16_bit_kernel(node):
             return f"PyTorch has no {self._plan.dtype} kernel for it"
-        return unsuitable_scalar(node, self._plan.dtype)
+        threshold = threshold_of(node)
+        if threshold is None or not is_beyond(threshold, self._plan.dtype):
+            return unsuitable_scalar(node, self._plan.dtype)
+        if self._plan.compares_exactly(node):
+            return f"it compares float32 numbers with {threshold!r}, beyond {self._plan.dtype}"
+        return None
 
     def _graph_call_reason(self, node: Node) -> str | None:
         reason = self._reason(node)
@@ -205,7 +243,7 @@ class FloatPlanner:
         if reason is None and op_name(node) == "while_loop":
             counters = [source.name for source in loop_end_sources(node) if dtype_of(source) == torch.float32]
             if counters:
-                reason = f"its condition reads {', '.join(counters)}, whose steps 16-bit numbers would round"
+                reason = f"its end is computed from {', '.join(counters)}, whose steps 16-bit numbers would round"
         for module in called_graphs(node):
             self._plan_graph(module.graph, parameters=set(), buffers=set())
             placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
@@ -252,6 +290,16 @@ class FloatPlanner:
                     f"the example inputs drive the integers of {source.name} to {peak:.4g}, beyond {self._plan.dtype}"
                 )
         return None
+
+    def _settle_restrided_views(self, module: GraphModule) -> None:
+        """Keep all views whose memory ``as_strided`` reads in float32 when one is: no cast may lie between them."""
+        for graph_module in module.modules():
+            views = restrided_views(graph_module.graph) if isinstance(graph_module, GraphModule) else []
+            readers = [user for view in views for user in view.users if op_name(user) == "as_strided"]
+            if any(self._plan.native_float32(view) for view in (*views, *readers)):
+                for view in (*views, *readers):
+                    if touches_float32(view):
+                        self._plan.kept.setdefault(view, "it shares its memory with a view that stays float32")
 
     def _settle_shared_graphs(self, module: GraphModule) -> None:
         """Keep all callers of a graph in float32 when one of them is: the graph exists once."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
+from ._arguments import restrided_views
 from ._reachable import reachable
 
 _aten = torch.ops.aten
@@ -84,6 +85,9 @@ def _is_integer_index(entry: Any) -> bool:
 
 
 def build_unsafe_to_cast_nodes(graph: Graph) -> set[Node]:
-    """Return every node that an index is computed from, the index itself included: indices keep their dtype."""
+    """Return the nodes that keep their dtype.
+
+    They are indices, every node that an index is computed from, and views whose memory ``as_strided`` reads.
+    """
     indices = (index for node in graph.nodes for index in index_nodes(node))
-    return reachable(indices, lambda node: node.all_input_nodes)
+    return reachable(indices, lambda node: node.all_input_nodes) | set(restrided_views(graph))

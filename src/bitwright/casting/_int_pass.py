@@ -56,9 +56,8 @@ def apply_int16(program: ExportedProgram, analysis: RangeAnalysis) -> list[Unpro
     """Rewrite ``program`` in place; return the arithmetic that was left alone for want of a proof."""
     unproven: list[Unproven] = []
     inputs = user_inputs(program)
-    _rewrite(
-        program.graph_module, inputs, _retypable(program, inputs, analysis.intervals), analysis.intervals, unproven
-    )
+    retypable = _retypable(program, inputs, analysis.intervals)
+    _rewrite(program.graph_module, inputs, retypable, analysis.intervals, unproven, set())
     finish(program)
     return unproven
 
@@ -81,7 +80,9 @@ def _rewrite(
     retypable: set[Node],
     intervals: dict[Node, Interval],
     unproven: list[Unproven],
+    done: set[int],
 ) -> None:
+    done.add(id(module))
     graph = module.graph
     castable = build_castable_int16_nodes(graph, build_user_reachable_nodes(inputs), build_unsafe_to_cast_nodes(graph))
     chosen = _proven(castable, intervals, unproven)
@@ -94,8 +95,9 @@ def _rewrite(
         elif node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
             retyper.feed_original(node)
             for called in called_graphs(node):
-                placeholders = [inner for inner in called.graph.nodes if inner.op == "placeholder"]
-                _rewrite(called, placeholders, set(), intervals, unproven)
+                if id(called) not in done:
+                    placeholders = [inner for inner in called.graph.nodes if inner.op == "placeholder"]
+                    _rewrite(called, placeholders, set(), intervals, unproven, done)
         elif node.target is _aten._assert_tensor_metadata.default:
             sync_metadata_assertion(node)
         elif node.op == "call_function" and node in chosen and _runs_in_int16(node):

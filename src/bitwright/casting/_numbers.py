@@ -29,6 +29,11 @@ def fits_scalar(value: float, dtype: torch.dtype) -> bool:
     return not math.isfinite(value) or abs(value) <= largest(dtype) or abs(value) >= STANDS_FOR_INFINITY
 
 
+def is_beyond(value: float, dtype: torch.dtype) -> bool:
+    """Tell whether ``value`` is finite and larger than every finite number of ``dtype``."""
+    return math.isfinite(value) and abs(value) > largest(dtype)
+
+
 def narrow_scalar(value: float, dtype: torch.dtype) -> float:
     """Return ``value`` as ``dtype`` holds it.
 
@@ -64,13 +69,19 @@ def narrow_threshold(value: float, dtype: torch.dtype, *, above: bool) -> float:
     """Return a number of ``dtype`` with which its numbers compare as they do with ``value``.
 
     Args:
-        value: a value for which :func:`fits_scalar` holds.
+        value: any number. The largest finite number of ``dtype`` lies beyond one that ``dtype`` does not hold, because
+            it stands for a mask number; it is the largest one of float32.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
         above: whether ``value`` itself is on the upper side, as for ``<`` and ``>=``; it is on the lower one for ``<=``
             and ``>``.
     """
+    if is_beyond(value, dtype):
+        limit = math.copysign(largest(dtype), value)
+        if abs(value) >= largest(torch.float32):
+            return limit if abs(value) == largest(torch.float32) else math.copysign(math.inf, value)
+        return limit if above == (value > 0) else _neighbour(limit, 0.0, dtype)
     narrowed = narrow_scalar(value, dtype)
-    if not math.isfinite(value) or abs(value) > largest(dtype):
+    if not math.isfinite(value):
         return narrowed
     if above and narrowed < value:
         return _neighbour(narrowed, math.inf, dtype)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
-from ._arguments import bound_arguments
+from ._arguments import bound_arguments, sharing_memory, written_arguments
 from ._cleanup import CAST_OPS, dtype_of
 from ._numbers import fits_scalar
+from ._reachable import reachable
 
 _aten = torch.ops.aten
 
@@ -159,20 +161,38 @@ def called_graphs(node: Node) -> Iterator[GraphModule]:
                 yield attribute
 
 
+def _graph_behind(argument: Any) -> Graph:
+    """Return the graph that an argument of a higher-order operator stands for."""
+    module = attribute_of(argument.graph.owning_module, str(argument.target))
+    if not isinstance(module, GraphModule):
+        raise TypeError(f"{argument} stands for {type(module).__name__}, which is no graph.")
+    return module.graph
+
+
 def loop_end_sources(node: Node) -> list[Node]:
-    """Return the operands of a ``while_loop`` from which its condition computes whether to go on."""
-    condition = next(called_graphs(node))
-    placeholders = [inner for inner in condition.graph.nodes if inner.op == "placeholder"]
-    reached: set[Node] = set()
-    pending = list(condition.graph.output_node().all_input_nodes)
-    while pending:
-        inner = pending.pop()
-        if inner not in reached:
-            reached.add(inner)
-            pending += inner.all_input_nodes
+    """Return the operands of a ``while_loop`` from which it computes, in this step or a later one, whether to go on."""
+    condition, body = (_graph_behind(argument) for argument in node.args[:2])
+    places = _read_places(condition, condition.output_node().all_input_nodes)
+    results = pytree.tree_leaves(body.output_node().args)
+    before: set[int] = set()
+    while places != before:
+        # What decides in the next step is what the body puts in these places now.
+        before = places
+        decisive = [results[place] for place in places if place < len(results)]
+        places = places | _read_places(body, [result for result in decisive if isinstance(result, Node)])
     operands = [operand for group in node.args[2:4] if isinstance(group, tuple | list) for operand in group]
-    pairs = zip(placeholders, operands, strict=True)
-    return [operand for inner, operand in pairs if inner in reached and isinstance(operand, Node)]
+    return [operand for place, operand in enumerate(operands) if place in places and isinstance(operand, Node)]
+
+
+def _read_places(graph: Graph, results: Iterable[Node]) -> set[int]:
+    """Return the numbers of the placeholders of ``graph`` from which ``results`` are computed."""
+    writers: dict[Node, list[Node]] = {}
+    for writer in graph.nodes:
+        for memory in sharing_memory(written_arguments(writer)):
+            writers.setdefault(memory, []).append(writer)
+    reached = reachable(results, lambda inner: [*inner.all_input_nodes, *writers.get(inner, ())])
+    placeholders = [inner for inner in graph.nodes if inner.op == "placeholder"]
+    return {place for place, inner in enumerate(placeholders) if inner in reached}
 
 
 def attribute_of(module: torch.nn.Module, target: str) -> Any:

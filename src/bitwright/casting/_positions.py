@@ -43,7 +43,7 @@ _EXACT_IN_16_BITS: Final = (torch.bool, torch.uint8, torch.int8)
 
 @dataclasses.dataclass
 class PositionChains:
-    """Nodes that compute with positions, and the placeholders that only such nodes read."""
+    """Nodes that compute with positions, and placeholders that they read: buffers, and what nothing else reads."""
 
     nodes: set[Node] = dataclasses.field(default_factory=set)
     placeholders: set[Node] = dataclasses.field(default_factory=set)
@@ -76,7 +76,11 @@ def position_chains(graph: Graph, parameters: set[Node], buffers: set[Node]) -> 
         sources = _float_sources(node)
         if sources and chains.nodes.issuperset(sources) and _goes_on(node):
             chains.nodes.add(node)
-    chains.placeholders = {node for node in chains.placeholders if chains.nodes.issuperset(node.users)}
+    chains.placeholders = {
+        node
+        for node in chains.placeholders
+        if chains.nodes.issuperset(node.users) or (node in buffers and node not in written)
+    }
     return chains
 
 

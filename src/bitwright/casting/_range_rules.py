@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch.fx import Node
 
+from ._arguments import shared_arguments
 from ._intervals import Interval
 from ._operators import MOVES, SPLITS
 
@@ -23,6 +24,12 @@ _TRUTH: Final = Interval(0, 1)
 
 def _same(analysis: RangeAnalysis, node: Node, given: dict[str, Any]) -> Result:
     return analysis.of(node.args[0])
+
+
+def _restrided(analysis: RangeAnalysis, node: Node, given: dict[str, Any]) -> Result:
+    """Bound what may lie beside a view: nothing is known of it."""
+    source = node.args[0]
+    return None if isinstance(source, Node) and shared_arguments(source) else analysis.of(source)
 
 
 def _same_for_all(analysis: RangeAnalysis, node: Node, given: dict[str, Any]) -> Result:
@@ -258,6 +265,7 @@ _TRUTHS: Final = (
 
 RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(MOVES, _same),
+    "as_strided": _restrided,
     **dict.fromkeys(SPLITS, _same_for_all),
     **dict.fromkeys(_TRUTHS, _constant(_TRUTH)),
     **dict.fromkeys(("_to_copy", "to", "convert_element_type"), _cast),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ._arguments import bound_arguments, written_in_place
@@ -43,7 +43,9 @@ class RangeAnalysis:
             bounds = _bounds_of(tensor)
             if bounds is not None:
                 self._known[node] = bounds
-        self._written = written_in_place(program.graph)
+        self._called: set[Node] = set()
+        graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+        self._written = {node for graph in graphs for node in written_in_place(graph)}
         self._unbounded = set(self._written)
         for name in program.graph_signature.buffers_to_mutate:
             self._forget_written(program, name)
@@ -100,6 +102,9 @@ class RangeAnalysis:
             bounds = computed.meet(limit) if computed is not None and limit is not None else computed or limit
             if bounds is not None:
                 self._known[node] = bounds
+            else:
+                # An earlier call of this graph may have had narrower operands.
+                self._known.pop(node, None)
 
     def _bounds(self, node: Node) -> Interval | None:
         value = node.meta.get("val")
@@ -132,6 +137,7 @@ class RangeAnalysis:
         if reinterprets_bits(node) or op_name(node) not in RULES:
             return None
         result = RULES[op_name(node)](self, node, named_arguments(node))
+        self._several.pop(node, None)
         if isinstance(result, list):
             self._several[node] = result
             return None
@@ -142,11 +148,19 @@ class RangeAnalysis:
         for module in called_graphs(node):
             operands = node.args[3] if op_name(node) == "cond" else ()
             placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
-            for inner, operand in zip(placeholders, pytree.tree_leaves(operands), strict=False):
-                bounds = self.of(operand)
-                if bounds is not None:
-                    self._known[inner] = bounds
+            given = [self.of(operand) for operand in pytree.tree_leaves(operands)] or [None] * len(placeholders)
+            for inner, bounds in zip(placeholders, given, strict=True):
+                self._bound_operand(inner, bounds)
             self._run(module.graph)
+
+    def _bound_operand(self, placeholder: Node, bounds: Interval | None) -> None:
+        """Bound an operand of a called graph by what this call and all earlier ones pass."""
+        before = self._known.pop(placeholder, None)
+        if placeholder in self._called and bounds is not None:
+            bounds = None if before is None else bounds.hull(before)
+        self._called.add(placeholder)
+        if bounds is not None:
+            self._known[placeholder] = bounds
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
