@@ -265,6 +265,50 @@ def pruned(
     return palettizer, palettizer.prepare((torch.randn(2, 64),))
 
 
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=str)
+def test_a_state_from_the_middle_of_training_needs_no_strategy(strategy, below):
+    """Another model, without one, decodes it to what the trained model evaluates to; copies save the same."""
+    palettizer, model = pruned(strategy) if below else toy(strategy=strategy)
+    _, plain = pruned({"type": "default"}) if below else toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(8, 64 if below else 16)
+    with palettizer.training_mode():
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            palettizer.step()
+        state = {name: entry.clone() for name, entry in model.state_dict().items()}
+        copied = copy.deepcopy(model).state_dict()
+    assert all(torch.equal(copied[name], entry) for name, entry in state.items())
+    plain.load_state_dict(state)
+    assert torch.equal(plain.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("strategy", [{"type": "ste"}, {"type": "dkm"}], ids=str)
+def test_saving_changes_no_training(strategy):
+    """A run that saves at every step is the one that never does; broken weights can be saved, too."""
+    results = []
+    for saves in (False, True):
+        palettizer, model = toy(strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with palettizer.training_mode():
+            for _ in range(3):
+                model(torch.ones(4, 16)).square().mean().backward()
+                optimizer.step()
+                _ = model.state_dict() if saves else None
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][name], entry) for name, entry in results[1].items())
+    with palettizer.training_mode():
+        model(torch.ones(4, 16))
+        with torch.no_grad():
+            model[0].parametrizations.weight.original[0, 0] = torch.nan
+        assert model.state_dict()["0.parametrizations.weight.original"][0, 0].isnan()
+        with torch.no_grad():
+            model[0].parametrizations.weight.original[0, 0] = 0.0
+
+
 def masked(model: nn.Module) -> torch.Tensor:
     chain = model.parametrizations.weight
     return torch.where(chain[0].mask, chain.original.detach(), 0.0)

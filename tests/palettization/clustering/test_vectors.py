@@ -72,6 +72,16 @@ def test_no_worse_than_many_plain_restarts(length: int, dims: int, count: int) -
     assert found <= 1.01 * lloyd_of_restarts(values[0].double().numpy(), count, 10)
 
 
+@pytest.mark.parametrize(("length", "count"), [(16, 4), (128, 2)])
+def test_few_vectors_get_the_best_of_many_restarts(length: int, count: int) -> None:
+    """Their optima lie far apart: with a handful of chains some groups are percents above the best of twenty."""
+    values = normal(6, length, 2, seed=length)
+    found = cluster_vectors(values, count).error
+    for group in range(6):
+        best = lloyd_of_restarts(values[group].double().numpy(), count, 20)
+        assert found[group].item() <= best * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("length", [5000, 300_000])
 def test_entries_are_the_means_of_their_vectors(length: int) -> None:
     """Lloyd's algorithm has come to rest on all vectors, not on a sample: moving on gains next to nothing."""

@@ -24,6 +24,8 @@ _MANY = 1 << 18
 _SAMPLE_PER_CLUSTER = 128
 _LEAST_SAMPLE = 4096
 _GROWTH = 8
+_CHEAP = 1 << 16  # products of vectors and entries that chains may add up to whatever the number of restarts
+_MOST_CHAINS = 16
 _TRIAL = 3  # steps of Lloyd's algorithm that tell good seeds from bad ones
 _BREATH = 4  # steps between two changes of the number of centroids
 _STEPS = 60  # steps over all vectors, fewer when there are very many
@@ -93,6 +95,8 @@ def _chain(
             best, error = centroids, found
     breath = max(n_clusters // 8, min(n_clusters // 2, 8))
     best, error = _breathing.breathe(points, weights, best, error, breath, _BREATH, state)
+    if size == length and size * n_clusters <= _CHEAP:  # to the end: chains that have not come to rest rank wrongly
+        error = _lloyd.run_lloyd(points, weights, best, _STEPS, 0.0)
     if size < length and length <= _MANY:
         masses, sums = np.zeros(n_clusters), np.zeros(best.shape)
         error, _, _ = _lloyd.gather_step(
@@ -104,11 +108,14 @@ def _chain(
 def _started(group: _Group, n_clusters: int, seed: int, number: int, restarts: int, sweep: Sweep) -> tuple[_Real, int]:
     """Centroids to go on from, and the size of the subsamples they come from.
 
-    Small palettes have few, distinct optima, which whole chains tell apart; of a large one all optima are alike.
+    Small palettes have few, distinct optima, which whole chains tell apart; of a large one all optima are alike. Few
+    vectors have optima that are far apart, and chains over them cost next to nothing.
     """
     size = min(max(_SAMPLE_PER_CLUSTER * n_clusters, _LEAST_SAMPLE), group.points.shape[0])
     chains = min(max(1, restarts * 32 // n_clusters), restarts)
     seedings = -(-restarts // chains)
+    if size == group.points.shape[0]:
+        chains = max(chains, min(_MOST_CHAINS, _CHEAP // (size * n_clusters)))
     found = sweep(lambda turn: _chain(group, n_clusters, size, seedings, stream_of(seed, number, turn)), range(chains))
     return min(found, key=lambda chain: chain[1])[0], size
 

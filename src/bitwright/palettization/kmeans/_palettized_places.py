@@ -8,11 +8,19 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
+from bitwright._utils.weight_simulators import SimulatorPlace, simulator_places, unique_simulators
 
 from .kmeans_fake_palettize import _KMeansFakePalettize
 
-__all__ = ["PalettizedPlace", "dense_weights", "gradients_of", "palettized_places", "settle_all", "switch"]
+__all__ = [
+    "PalettizedPlace",
+    "dense_weights",
+    "gradients_of",
+    "palettized_places",
+    "settle_all",
+    "settle_before_saving",
+    "switch",
+]
 
 PalettizedPlace = SimulatorPlace[_KMeansFakePalettize]
 
@@ -40,6 +48,23 @@ def settle_all(places: Iterable[PalettizedPlace], num_workers: int) -> None:
             place.simulator.settle(place.entering())
         except Exception as error:
             raise RuntimeError(f"Centroid calculation failed for weight {place.name!r}: {error}") from error
+
+
+def settle_before_saving(model: nn.Module) -> None:
+    """Let every later ``state_dict`` of ``model`` hold the indices of the weights that it holds."""
+    for place in simulator_places(model, _KMeansFakePalettize):
+        if place.in_module:
+            place.chain.register_state_dict_pre_hook(_settle_chain)
+
+
+def _settle_chain(chain: nn.Module, prefix: str, keep_vars: bool) -> None:
+    weight: torch.Tensor = chain.original  # type: ignore[assignment]
+    with torch.no_grad():
+        for simulator in chain.children():
+            if isinstance(simulator, _KMeansFakePalettize):
+                simulator.settle_saved(weight)
+                return
+            weight = simulator(weight)
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 
 from bitwright.kernels.dispatch import is_plain_torch
 from bitwright.palettization.spec import DefaultTrainingSpec, PalettizationGranularity, TrainingStrategySpec
@@ -160,8 +163,27 @@ class _KMeansFakePalettize(PaletteState):
             ValueError: the weight has entries that are not finite.
         """
         self.ensure_initialized(weight)
-        if not (self._disabled or self._is_assigned(weight)):
-            self.hard_assign(weight)
+        if not self._disabled:
+            self._update_assignment(weight)
+
+    def settle_saved(self, weight: torch.Tensor) -> None:
+        """Bring indices up to date with a weight that training moves, since a checkpoint is about to hold both.
+
+        A model that loads it may have no training strategy, and takes indices as they are. Nothing is done where none
+        can be found: for parts of a weight, as in sharded training, and where entries are not finite.
+
+        Args:
+            weight: what the simulator is given.
+        """
+        if self._disabled or not (self._training_strategy.follows_weight and self.is_on):
+            return
+        if not self._centroids_initialized or self.indices is None:
+            return
+        is_whole = weight.numel() == self.indices.numel() * self.cluster_dim
+        if not is_whole or weight.is_meta or type(weight) not in (torch.Tensor, nn.Parameter) or not is_plain_torch():
+            return
+        with suppress(ValueError):
+            self._update_assignment(weight)
 
     def expect_moved_weight(self) -> None:
         """Assign each vector anew at the next call if training moves the weight while it follows it."""
@@ -241,11 +263,14 @@ class _KMeansFakePalettize(PaletteState):
 
     def hard_assign(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with each vector replaced by its palette entry; no gradient reaches ``weight``."""
+        self._update_assignment(weight)
+        return self.decode(weight)
+
+    def _update_assignment(self, weight: torch.Tensor) -> None:
         if not self._is_assigned(weight):
             assert self.centroids is not None
             self.indices = self._assign_indices(weight, self.centroids)
             self._note_assignment(weight)
-        return self.decode(weight)
 
     def _is_assigned(self, weight: torch.Tensor) -> bool:
         if self._indices_stale:
@@ -310,6 +335,13 @@ class _KMeansFakePalettize(PaletteState):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if self._training_strategy.follows_weight:  # the state may have been saved in the middle of training
             self._indices_unchecked, self._followed = True, None
+        elif prefix + "indices" in state_dict and self._vectors_lie_otherwise():
+            self._indices_unchecked = True
+
+    def _vectors_lie_otherwise(self) -> bool:
+        """Whether coreai-opt, whose checkpoints look alike, makes other vectors: across the kernel of a convolution."""
+        kernel = () if self.indices is None else self.indices.shape[2:]
+        return self.cluster_dim > 1 and self.granularity.axis == 1 and math.prod(kernel) > 1
 
     def _blocks_to_cluster(self, weight_2d: torch.Tensor, axis: int | None) -> torch.Tensor:
         """Return the vectors of each group, ``[P, N, D]``.

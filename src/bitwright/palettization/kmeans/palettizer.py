@@ -31,6 +31,7 @@ from ._palettized_places import (
     gradients_of,
     palettized_places,
     settle_all,
+    settle_before_saving,
     switch,
 )
 from .kmeans_fake_palettize import _KMeansFakePalettize
@@ -120,6 +121,7 @@ class KMeansPalettizer(WeightCompressor):
         self._given = None if sensitivity_path is None else load_sensitivities(Path(sensitivity_path))
         self._insert_planned(example_inputs, example_kwargs, strict, target)
         self._schedules = self._schedules_by_weight()
+        settle_before_saving(self._model)
         return self._model
 
     def _report(self, plan: Plan, strict: bool) -> None:
