@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from bitwright.errors import BitwrightWarning, ConfigMatchWarning, PlanError
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import ConstantSparsitySchedule, OpMagnitudePrunerConfig, PolynomialDecaySchedule
-from bitwright.pruning.spec import BlockStructured, ChannelStructured, NMStructured, PruneImplBase
+from bitwright.pruning.spec import BlockStructured, ChannelStructured, NMStructured, PruneImplBase, PruningScheme
 
 from .networks import SmallCNN, TokenModel, config_of, counted, pruned, zeros
 
@@ -465,6 +465,62 @@ def test_a_global_ranking_of_an_algorithm_without_scores_is_an_error_of_the_plan
         pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries", scope="global")
     pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries")
     assert model.weight[2:].eq(0).all()
+
+
+@pytest.mark.parametrize("key", ["default", "wanda", "sparsegpt"])
+def test_a_subclass_with_a_mask_of_its_own_is_asked_for_it(key):
+    """An algorithm that overrides ``compute_mask`` alone, also after calibration."""
+
+    @PruneImplBase.register(f"first_row_{key}")
+    class FirstRow(PruneImplBase.get_class(key)):
+        @staticmethod
+        def compute_mask(weight, sparsity, pruning_scheme):
+            mask = torch.ones_like(weight)
+            mask[0] = 0
+            return mask
+
+    model = counted(4, 4)
+    pruner = pruned(model, (torch.randn(1, 4),), pruning_algo=FirstRow)
+    expected = [True, False, False, False]
+    assert model.weight.eq(0).all(1).tolist() == expected
+    if key != "default":
+        with pruner.calibration_mode():
+            model(torch.randn(16, 4))
+        assert model.weight.eq(0).all(1).tolist() == expected
+    assert zeros(model.weight) == 0.25
+
+
+def test_a_scheme_of_ones_own_is_its_fields():
+    """The algorithm that comes with it reads them; to the one by magnitude it is every entry on its own."""
+
+    @PruningScheme.register("first_rows")
+    class FirstRows(PruningScheme):
+        rows: int = 1
+
+    @PruneImplBase.register("first_rows")
+    class PruneRows(PruneImplBase):
+        @staticmethod
+        def compute_mask(weight, sparsity, pruning_scheme):
+            return (torch.arange(len(weight)) >= pruning_scheme.rows).to(weight.dtype).unsqueeze(1).expand_as(weight)
+
+    scheme, model = {"type": "first_rows", "rows": 2}, counted(4, 4)
+    pruned(model, (torch.randn(1, 4),), pruning_algo="first_rows", pruning_scheme=scheme)
+    assert model.weight.eq(0).all(1).tolist() == [True, True, False, False]
+    by_magnitude = counted(4, 4)
+    pruned(by_magnitude, (torch.randn(1, 4),), pruning_scheme=FirstRows(), target_sparsity=0.25)
+    assert zeros(by_magnitude.weight) == 0.25
+
+
+def test_channels_of_a_bias_are_its_entries():
+    """What ``"*"`` names besides the weight of a convolution."""
+    conv = nn.Conv2d(3, 4, 1)
+    with torch.no_grad():
+        conv.bias.copy_(torch.tensor([1.0, -3.0, 0.5, 4.0]))
+    spec = {"*": PruningSpec(pruning_scheme=ChannelStructured())}
+    config = MagnitudePrunerConfig(global_config=ModuleMagnitudePrunerConfig(op_state_spec=spec))
+    MagnitudePruner(conv, config).prepare((torch.randn(1, 3, 2, 2),), strict=True)
+    assert conv.bias.tolist() == [0.0, -3.0, 0.0, 4.0]
+    assert int(conv.weight.flatten(1).eq(0).all(1).sum()) == 2
 
 
 class Channelwise(nn.Module):

@@ -60,11 +60,21 @@ def test_axis_out_of_range_names_shape_and_range(axis, shape):
         ChannelStructured(axis=axis).compute_mask(torch.ones(shape), 0.5)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.5])
-def test_channels_of_a_vector_have_no_meaning(sparsity):
-    """Refused also where nothing would be removed yet."""
-    with pytest.raises(ValueError, match="at least 2 dimensions"):
-        ChannelStructured().compute_mask(torch.ones(4), sparsity)
+@pytest.mark.parametrize(
+    ("sparsity", "kept"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 0, 1]), (0.75, [0, 0, 0, 1]), (1.0, [0, 0, 0, 0])]
+)
+def test_each_entry_of_a_vector_is_a_channel(sparsity, kept):
+    """As of a bias next to the weight of a convolution."""
+    vector = torch.tensor([1.0, -3.0, 0.5, 4.0])
+    assert ChannelStructured().compute_mask(vector, sparsity).tolist() == kept
+    assert ChannelStructured(axis=-1).compute_mask(vector, sparsity).tolist() == kept
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(1, (4,)), (0, ())])
+def test_a_vector_has_one_axis_and_a_number_none(axis, shape):
+    """Refused also where nothing would be removed."""
+    with pytest.raises(ValueError, match="Invalid axis"):
+        ChannelStructured(axis=axis).compute_mask(torch.ones(shape), 0.0)
 
 
 def test_blocks_are_ranked_by_their_l2_norm():

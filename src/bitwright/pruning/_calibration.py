@@ -90,7 +90,7 @@ def _compensate(place: SimulatorPlace[PruneImplBase], statistics: NormStatistics
     masks: list[MaskRule | torch.Tensor] = [rule] * len(factors) if rule is not None else []
     if rule is None:
         together = impl.scope == "global"
-        fixed = impl.mask if together else impl.pruning_scheme.mask_from_scores(impl.scores(dense), impl.sparsity)
+        fixed = impl.mask if together else impl.build_mask(dense).bool()
         masks = list(form.matrices(fixed))
     results = [
         compensate(matrix, factor, mask, _block(impl))
@@ -104,6 +104,8 @@ def _compensate(place: SimulatorPlace[PruneImplBase], statistics: NormStatistics
 def _adaptive_rule(impl: PruneImplBase, form: MatrixForm) -> MaskRule | None:
     """Return the rule that chooses while columns are adjusted; None where the mask is fixed beforehand."""
     scheme = impl.pruning_scheme
+    if not impl.ranks_scores:
+        return None
     if isinstance(scheme, Unstructured) and impl.scope != "global":
         return sparsity_rule(impl.sparsity, impl.scope == "row")
     flat = isinstance(scheme, NMStructured) and form == MatrixForm() and scheme.axis in (1, -1)

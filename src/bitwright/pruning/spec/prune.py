@@ -152,7 +152,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
     def refresh(self, weight: torch.Tensor) -> None:
         """Make the mask from ``weight`` for the present sparsity."""
         with torch.no_grad():
-            self.set_mask(self._build_mask(weight.detach()), weight.detach())
+            self.set_mask(self.build_mask(weight.detach()), weight.detach())
 
     @property
     def is_stale(self) -> bool:
@@ -168,7 +168,20 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
 
         return bring_back
 
-    def _build_mask(self, weight: torch.Tensor) -> torch.Tensor:
+    @property
+    def ranks_scores(self) -> bool:
+        """Whether masks follow from ``scores``, rather than from ``compute_mask``."""
+        return False
+
+    def build_mask(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a mask for ``weight`` and the present sparsity, without taking it over.
+
+        Args:
+            weight: the dense weight.
+
+        Returns:
+            True or 1 where an entry is kept, in the shape of ``weight``.
+        """
         return self.compute_mask(weight, self._sparsity, self.pruning_scheme)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -234,7 +247,15 @@ class _ScoredPruneImpl(PruneImplBase):
         """Return the mask by magnitude."""
         return pruning_scheme.compute_mask(weight, sparsity)
 
-    def _build_mask(self, weight: torch.Tensor) -> torch.Tensor:
+    @property
+    def ranks_scores(self) -> bool:
+        """Whether masks follow from ``scores``: not where a subclass has its own ``compute_mask``."""
+        return type(self).compute_mask is _ScoredPruneImpl.compute_mask
+
+    def build_mask(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the mask from the scores, or from ``compute_mask`` where a subclass has its own."""
+        if not self.ranks_scores:
+            return super().build_mask(weight)
         scores = self.scores(weight)
         if self.scope != "row" or not isinstance(self.pruning_scheme, Unstructured) or scores.ndim < 2:
             return self.pruning_scheme.mask_from_scores(scores, self._sparsity)

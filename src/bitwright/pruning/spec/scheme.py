@@ -7,7 +7,6 @@ smallest scores are removed, and the decision is spread to the entries again. N:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
@@ -73,8 +72,11 @@ def _widened(scores: torch.Tensor) -> torch.Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-class PruningScheme(RegisteredModel, ABC):
+class PruningScheme(RegisteredModel):
     """Base class of schemes. Frozen and hashable; written as a mapping with a ``type`` key.
+
+    A scheme of your own may be just its fields, for an algorithm of your own whose ``compute_mask`` reads them; other
+    algorithms then take every entry on its own. With ``pool`` and ``spread`` it serves all algorithms.
 
     Attributes:
         axis: the dimension that the scheme is about; None where that has no meaning, or for the default of the op that
@@ -83,9 +85,8 @@ class PruningScheme(RegisteredModel, ABC):
 
     axis: int | None = None
 
-    @abstractmethod
     def pool(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the score of each unit, comparable between tensors of different sizes.
+        """Return the score of each unit, comparable between tensors of different sizes; here of each entry.
 
         Args:
             scores: one non-negative score per entry of the weight.
@@ -93,10 +94,11 @@ class PruningScheme(RegisteredModel, ABC):
         Raises:
             ValueError: the scheme does not fit the shape.
         """
+        return scores
 
-    @abstractmethod
     def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the mask of entries, bool of ``shape``, for a decision about each unit."""
+        return kept
 
     def check(self, shape: Sequence[int]) -> None:
         """Check that the scheme fits a weight of this shape.
@@ -152,18 +154,12 @@ class Unstructured(PruningScheme):
 
     axis: Literal[None] = None
 
-    def pool(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores as they are."""
-        return scores
-
-    def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the decisions as they are."""
-        return kept
-
 
 @PruningScheme.register("channel_structured")
 class ChannelStructured(PruningScheme):
     """Whole channels: all entries with one index along ``axis``, ranked by their mean score (L1 for magnitudes).
+
+    Every entry of a bias, or of another tensor of one dimension, is a channel.
 
     Attributes:
         axis: the channel dimension, negative from the end.
@@ -173,13 +169,9 @@ class ChannelStructured(PruningScheme):
 
     def pool(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the mean score of each channel, shape ``[C]``."""
-        if scores.ndim < 2:
-            raise ValueError(
-                "Channel-structured pruning requires a tensor with at least 2 dimensions, got shape "
-                f"{tuple(scores.shape)}; use Unstructured() for it."
-            )
         axis = _normalized_axis(self.axis, scores.shape)
-        return _widened(scores).mean([dim for dim in range(scores.ndim) if dim != axis])
+        others = [dim for dim in range(scores.ndim) if dim != axis]
+        return _widened(scores).mean(others) if others else _widened(scores)  # mean([]) is the mean of all
 
     def spread(self, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Repeat each channel's decision over its entries."""
