@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -364,7 +367,7 @@ def test_a_failed_gguf_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_ti_data_to_file", full)
     with pytest.raises(OSError, match="No space"):
         export_gguf(ready, path, round_scales=True, allow_dense=True)
     assert path.read_bytes() == b"old"
@@ -508,8 +511,80 @@ def test_gguf_names_and_metadata_are_checked(tmp_path):
     _, ready = prepared(model, x, W8)
     with pytest.raises(ValueError, match=r"up\.weight: rename= gave it the name None, which is no text"):
         export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: None)
-    with pytest.raises(ValueError, match="64 bits, got 18446744073709551616; write it as text"):
-        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, metadata={"a.b": 2**64})
+    with pytest.raises(ValueError, match=r"up\.bias: rename= gave it the name 'same', which up\.weight has too"):
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: "same")
+    for name in ("", "\ud800"):
+        with pytest.raises(ValueError, match=r"up\.weight: its name .* is empty, or has no form in UTF-8"):
+            export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda _, name=name: name)
+    assert not list(tmp_path.iterdir())
+
+
+def _contents(path):
+    """Type and value of every key of a GGUF file."""
+    fields = _read(path)[1].fields.values()
+    return {field.name: (field.types[0].name, field.contents()) for field in fields}
+
+
+def test_gguf_metadata_has_the_types_that_llama_cpp_reads(tmp_path):
+    """Its loader compares types, and refuses ``llama.block_count`` of 64 bits."""
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    metadata = {
+        "general.architecture": "llama", "general.name": "tiny ü", "general.description": "", "x.flag": True,
+        "llama.block_count": 2, "llama.rope.freq_base": 10000.0, "x.low": -1, "x.long": 1 << 32, "x.longest": 2**64 - 1,
+        "x.lowest": -(2**63), "x.small": 1e-300, "x.large": 1e300, "x.zero": 0.0, "x.numpy": np.int64(3),
+        "x.half": np.float16(0.5), "general.alignment": 256,
+    }  # fmt: skip
+    types = "STRING STRING STRING BOOL UINT32 FLOAT32 INT32 UINT64 UINT64 INT64 FLOAT64 FLOAT64 FLOAT32 UINT32 FLOAT32"
+    path = export_gguf(ready, tmp_path / "m.gguf", round_scales=True, metadata=metadata)
+    found = _contents(path)
+    for (key, value), kind in zip(metadata.items(), [*types.split(), "UINT32"], strict=True):
+        assert found[key] == (kind, value), key
+    reader = _read(path)[1]
+    assert all(tensor.data_offset % 256 == 0 for tensor in reader.tensors)
+    assert {name: tuple(value.shape) for name, value in read_gguf(path).items()} == {
+        name: tuple(tensor.shape) for name, tensor in Artifact.from_model(ready).items()
+    }
+
+
+def test_gguf_metadata_that_cannot_be_stored_is_named(tmp_path):
+    """All of it at once, before weights are packed."""
+    pytest.importorskip("gguf")
+    model, x = built(Mlp)
+    _, ready = prepared(model, x, W8)
+    wrong = {
+        1: 2, "": 1, "a\ud800": 1, "b": "\ud800", "c": [1], "d": 2**64, "e": -(2**63) - 1,
+        "general.alignment": 24, "general.architecture": 3,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="GGUF cannot hold this metadata") as raised:
+        export_gguf(ready, tmp_path / "m.gguf", round_scales=True, metadata={"fine": 1, **wrong})
+    assert len(str(raised.value).splitlines()) == 1 + len(wrong)
+    assert "18446744073709551616; write it as text" in str(raised.value)
+    for architecture in ("", None, 3, "\ud800"):
+        with pytest.raises(ValueError, match=r"'general\.architecture': "):
+            export_gguf(ready, tmp_path / "m.gguf", round_scales=True, architecture=architecture)
+    for alignment in (0, -32, 2**32, True, 32.0, "32"):
+        with pytest.raises(ValueError, match=r"'general\.alignment': .* power of two"):
+            export_gguf(ready, tmp_path / "m.gguf", round_scales=True, metadata={"general.alignment": alignment})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of files there")
+def test_gguf_says_why_a_file_could_not_be_written(tmp_path):
+    """Of arrays that do not fit, NumPy says how many were written, and nothing else."""
+    resource = pytest.importorskip("resource")
+    pytest.importorskip("gguf")
+    _, ready = prepared(Wide().eval().half(), torch.randn(2, 128).half(), W8)
+    path = tmp_path / "m.gguf"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            export_gguf(ready, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
     assert not list(tmp_path.iterdir())
 
 

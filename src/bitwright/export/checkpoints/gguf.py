@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bitwright.artifact import CompressedTensor, QuantizedTensor
 from bitwright.export.extras import require
 from bitwright.formats import encode
 
+from .gguf_metadata import ALIGNMENT, ARCHITECTURE, encodable, types_of_metadata
 from .source import artifact_of_weights
 
 __all__ = ["export_gguf", "too_many_dimensions", "type_of"]
@@ -69,7 +71,9 @@ def export_gguf(
         model: prepared, weights only. Not changed.
         path: the file to write.
         architecture: ``general.architecture``.
-        metadata: further text, numbers and booleans by key.
+        metadata: further text, numbers and booleans by key. Integers are stored in 32 bits, without a sign unless they
+            are negative, and floats in single precision, as llama.cpp reads its keys; what needs more has 64 bits.
+            Write 10000.0 for a key that llama.cpp reads as a float. ``general.alignment`` is where tensors begin.
         rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
         round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it,
             unless they lie beyond it; False refuses both, so that the file decodes to what the model computes. Prepare
@@ -82,10 +86,14 @@ def export_gguf(
     Raises:
         MissingExtraError: the gguf library is not installed.
         ValueError: activations are quantized, or a tensor cannot be held, which no option changes for complex numbers,
-            uint64 and more than four dimensions; or a name is longer than 63 bytes. Lists all of them.
+            uint64 and more than four dimensions; or a name is longer than 63 bytes, or that of two tensors; or
+            metadata cannot be stored. Lists all of them.
         ArtifactError: a weight cannot be stored so that it decodes to what the model computes.
+        OSError: the file cannot be written; an old one stays.
     """
     gguf = require("gguf", "gguf", "Export to GGUF")
+    described = {ARCHITECTURE: architecture, **(metadata or {})}
+    types = types_of_metadata(described)
     artifact = artifact_of_weights(model)
     if artifact.activations:
         raise ValueError(
@@ -95,7 +103,7 @@ def export_gguf(
     names = {name: rename(name) if rename else name for name in artifact}
     encoded: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
     refused, without_type = [], []
-    unreadable: list[str] = []
+    unreadable = list(_given_twice(names))
     for name, stored in names.items():
         tensor = artifact[name]
         unreadable += _unreadable(name, stored, tensor.layout.shape)
@@ -117,23 +125,51 @@ def export_gguf(
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"GGUF cannot hold these weights exactly (allow_dense=True keeps them dense):\n{listed}")
     with new_file_atomically(path) as part:
-        writer = gguf.GGUFWriter(part, architecture)
-        for key, value in (metadata or {}).items():
-            writer.add_key_value(key, value, _value_type(gguf, value))
+        writer = gguf.GGUFWriter(part, described.pop(ARCHITECTURE))
+        for key, value in described.items():
+            writer.add_key_value(key, value, gguf.GGUFValueType[types[key]])
+        writer.data_alignment = described.get(ALIGNMENT, writer.data_alignment)
         for name, (kind, array) in encoded.items():
             type_there = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
             writer.add_tensor(names[name], array, raw_dtype=type_there)
+        _write(writer, path)
+    return Path(path)
+
+
+def _write(writer: Any, path: str | Path) -> None:
+    """Write the file. The library's own way of writing arrays does not say why it failed."""
+    try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return Path(path)
+        writer.write_ti_data_to_file()
+        (file,), (tensors,) = writer.fout, writer.tensors
+        writer.write_padding(file, file.tell())
+        for info in tensors.values():
+            file.write(np.ascontiguousarray(info.tensor))
+            writer.write_padding(file, info.nbytes)
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):  # of what the error before was about
+            writer.close()
+
+
+def _given_twice(names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names in the file that belong to several tensors, with the tensors' names in the model."""
+    first: dict[str, str] = {}
+    for name, stored in names.items():
+        if isinstance(stored, str) and first.setdefault(stored, name) != name:
+            yield f"{name}: rename= gave it the name {stored!r}, which {first[stored]} has too"
 
 
 def _unreadable(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what would keep llama.cpp from opening a file with a tensor, by the tensor's name in the model."""
     if not isinstance(stored, str):
         yield f"{name}: rename= gave it the name {stored!r}, which is no text; return the old name to keep it"
+        return
+    if not stored or not encodable(stored):
+        yield f"{name}: its name {stored!r} is empty, or has no form in UTF-8; give it another one by rename="
         return
     if problem := too_many_dimensions(shape):
         yield f"{name}: {problem}; store it with fewer, or register a buffer with persistent=False"
@@ -144,15 +180,6 @@ def _unreadable(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[str]
 def too_many_dimensions(shape: tuple[int, ...]) -> str | None:
     """Return what is wrong with a tensor of this shape; None if it has no more dimensions than ggml takes."""
     return f"it has {len(shape)} dimensions, and ggml takes {_MAX_DIMENSIONS}" if len(shape) > _MAX_DIMENSIONS else None
-
-
-def _value_type(gguf: Any, value: Any) -> Any:
-    kinds = {bool: "BOOL", int: "INT64", float: "FLOAT64", str: "STRING"}
-    if type(value) not in kinds:
-        raise ValueError(f"GGUF metadata must be text, numbers or booleans, got {value!r}.")
-    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"Integers of GGUF metadata have 64 bits, got {value!r}; write it as text.")
-    return gguf.GGUFValueType[kinds[type(value)]]
 
 
 def _dense(values: torch.Tensor) -> np.ndarray[Any, Any]:
