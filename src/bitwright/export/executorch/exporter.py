@@ -47,6 +47,7 @@ from .graph import (
     dequantize_in_floats,
     drop_assertions_of_values,
     drop_identities,
+    drop_unread_addends,
     reshape_behind_attention,
     slices_for_splits,
     spell_out_batch_norms,
@@ -56,6 +57,7 @@ from .graph import (
     spell_out_remainders,
 )
 from .half import sum_in_float32
+from .integers import INTEGERS
 from .layers import lower_dynamic_activations, multiply_by_codes, products_as_layers
 from .orders import turn_dynamic_inputs
 from .repetition import less_repetition
@@ -71,7 +73,9 @@ _Way: TypeAlias = tuple[str, Callable[[str, CompressedTensor[Any]], nn.Module], 
 _aten = torch.ops.aten
 _KERNELS = (_aten.cdist.default, _aten._cdist_forward.default, _aten.cross_entropy_loss.default)
 """What ExecuTorch does not lack of what other converters lack."""
-_LACKING = {op: made for op, made in {**LACKING, **LACKING_BASICS, **VOLUME_POOLS}.items() if op not in _KERNELS}
+_LACKING = {
+    op: made for op, made in {**LACKING, **LACKING_BASICS, **VOLUME_POOLS, **INTEGERS}.items() if op not in _KERNELS
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -183,6 +187,7 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     spell_out_split_experts(program.graph_module)
     slices_for_splits(program.graph_module)
     sum_in_float32(program.graph_module)
+    drop_unread_addends(program.graph_module)
     spell_out_gelu(program.graph_module)
     spell_out_prelu(program.graph_module)
     spell_out_crops(program.graph_module)

@@ -23,6 +23,7 @@ __all__ = [
     "dequantize_in_floats",
     "drop_assertions_of_values",
     "drop_identities",
+    "drop_unread_addends",
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
@@ -117,6 +118,20 @@ def drop_identities(module: fx.GraphModule) -> None:
         if before.dtype == after.dtype and before.stride() == after.stride():
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+    module.recompile()
+
+
+def drop_unread_addends(module: fx.GraphModule) -> None:
+    """Leave out what a ``beta`` of zero makes ``addmm`` not read: ExecuTorch's kernel multiplies NaN with it."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.addmm.default):
+        if argument(node, "beta") != 0:
+            continue
+        alpha = argument(node, "alpha")
+        with module.graph.inserting_before(node):
+            y = call(module.graph, aten.mm.default, *node.args[1:3])
+            y = y if alpha == 1 else call(module.graph, aten.mul.Tensor, y, alpha)
+        replace(node, y)
     module.recompile()
 
 

@@ -87,7 +87,25 @@ def _when_called(recompile: Callable[[fx.GraphModule], Any]) -> Callable[[fx.Gra
 
 @functools.cache
 def _reading(validator: type[fx.Interpreter]) -> type[fx.Interpreter]:
-    """ExecuTorch's look at types, with the results that the nodes know."""
+    """ExecuTorch's look at types, with the results that the nodes know.
+
+    Of an operator that returns a list, ExecuTorch counts the rows of the first tensor where it means to count tensors,
+    and so fixes a number of rows that is dynamic.
+    """
+
+    class Listed(fx.Interpreter):
+        node: fx.Node
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            found = self.node.meta.get("val")
+            if not isinstance(found, list):
+                return super().call_function(target, args, kwargs)
+            self.node.meta["val"] = [found]  # the one result of the operator
+            try:
+                super().call_function(target, args, kwargs)
+            finally:
+                self.node.meta["val"] = found
+            return found
 
     class Known(fx.Interpreter):
         node: fx.Node
@@ -96,4 +114,4 @@ def _reading(validator: type[fx.Interpreter]) -> type[fx.Interpreter]:
             found = self.node.meta.get("val")
             return super().call_function(target, args, kwargs) if found is None else found
 
-    return type(validator.__name__, (validator, Known), {})
+    return type(validator.__name__, (Listed, validator, Known), {})
