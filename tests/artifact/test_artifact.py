@@ -401,6 +401,20 @@ def test_tensors_that_have_no_stored_form_are_named(buffer, words):
         Artifact.from_model(net)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_artifacts_of_lazy_modules_that_were_never_called_are_refused(lazy):
+    with pytest.raises(ArtifactError, match=r"'0\.weight' has no numbers yet; call the model once"):
+        Artifact.from_model(nn.Sequential(nn.LazyLinear(3)), lazy=lazy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.float32, {1, 2}])
+@pytest.mark.parametrize("name", ["config", "plan"])
+def test_what_json_does_not_hold_is_refused(name, value):
+    """Whose it is, and before weights are packed."""
+    with pytest.raises(ArtifactError, match=rf"^{name}= holds what JSON does not"):
+        Artifact.from_model(nn.Linear(2, 2), **{name: {"a": value}})
+
+
 @pytest.mark.parametrize("action", ["load_into", "packed_model"])
 def test_lazy_modules_that_were_never_called_are_named(action):
     """Once the model was called, the artifact fits."""

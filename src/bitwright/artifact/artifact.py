@@ -87,8 +87,10 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Raises:
             ArtifactError: a weight cannot be stored so that it decodes to what the model computes, or an activation was
                 not calibrated. The message names it. Or the model was finalized for a backend, or is a graph whose
-                weights were packed, or a prepared graph stands inside it.
+                weights were packed, or a prepared graph stands inside it; or ``config`` or ``plan`` is not
+                JSON-compatible.
         """
+        described: dict[str, Any] = {"config": _as_json(config, "config"), "plan": _as_json(plan, "plan")}
         target = finalized_for(model)
         if target is not None:
             raise ArtifactError(f"{finalized_words(target)} Make the artifact of the prepared model.")
@@ -98,10 +100,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             raise ArtifactError(f"{inside} Make the artifact of the graph itself, or prepare the whole model.")
         if isinstance(model, fx.GraphModule) and (GraphSimulators.of(model) or not weight_sites(model)):
             packed, names, ranges, norms = graph_tensors(model)
-            return cls(
-                packed, aliases=names, activations=ranges, folded_norms=norms, config=_as_json(config),
-                plan=_as_json(plan),
-            )  # fmt: skip
+            return cls(packed, aliases=names, activations=ranges, folded_norms=norms, **described)
         sites = weight_sites(model)
         sources = {site.name: site for site in sites}
         aliases = further_names(model, sites)
@@ -119,10 +118,7 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         tensors: Mapping[str, CompressedTensor[Any]] = _ModelTensors(sources)
         if not lazy:
             tensors = dict(tensors)
-        return cls(
-            tensors, aliases=aliases, activations=activations, folded_norms=(), config=_as_json(config),
-            plan=_as_json(plan),
-        )  # fmt: skip
+        return cls(tensors, aliases=aliases, activations=activations, folded_norms=(), **described)
 
     @classmethod
     def load(cls, directory: str | Path) -> Artifact:
@@ -495,7 +491,7 @@ def _filled(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: Any, what: str) -> Any:
     """JSON-compatible data from a config or a plan."""
     if value is None:
         return None
@@ -503,7 +499,13 @@ def _as_json(value: Any) -> Any:
         value = value.model_dump(mode="json")
     elif hasattr(value, "to_dict"):
         value = value.to_dict()
-    return json.loads(json.dumps(value, allow_nan=False))
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{what}= holds what JSON does not ({error}). Give the compressor's object, or data of text, finite "
+            "numbers, booleans, None, lists and dictionaries."
+        ) from error
 
 
 def _describe(layout: Any) -> str:

@@ -132,7 +132,7 @@ def dense_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers that stand under no simulator, by name, aliases included.
 
     Raises:
-        ArtifactError: one is on the meta device, sparse, or of a dtype that cannot be stored.
+        ArtifactError: one is on the meta device, lazy, sparse, or of a dtype that cannot be stored.
     """
     for path, module in _plain_modules(model, ""):
         for name, tensor in own_state(module, path):
@@ -158,6 +158,8 @@ def refuse_meta(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ArtifactError(f"{name!r} has no numbers yet; call the model once with an input, which makes them.")
     refuse_meta(name, tensor)
     if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
         raise ArtifactError(
