@@ -21,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from . import plain_flags
 
-__all__ = ["calling_code", "captured_again_if_corrected", "shielded", "thread_frames"]
+__all__ = ["calling_code", "captured_again_if_corrected", "is_in_branch", "shielded", "thread_frames"]
 
 _Captured = TypeVar("_Captured")
 _MOST_CAPTURES = 4
+# Operators that torch.compile takes only whole, and only where their functions change nothing outside of them.
+_BRANCHING = frozenset({"cond", "while_loop", "map_impl", "scan", "associative_scan"})
 _size, _at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
@@ -77,6 +79,29 @@ def calling_code() -> tuple[str, int] | None:
     return None if code.co_name.startswith("torch_dynamo_resume") else (code.co_qualname, frame.f_lasti)
 
 
+def is_in_branch() -> bool:
+    """Return whether ``torch.compile``, which ``torch.cond`` itself calls, traces a branch of it or a loop's body.
+
+    No frame may be entered there, for a list outside of the branch would change.
+    """
+    return is_dynamo_compiling() and _traces_branch()
+
+
+def _traces_branch() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if getattr(tracer.source_target, "__name__", "") in _BRANCHING:
+            return True
+        tracer = tracer.parent
+    return False
+
+
+# What torch.compiler.assume_constant_result does: run it while tracing. Calling that imports torch._dynamo.
+_traces_branch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def captured_again_if_corrected(capture: Callable[[], _Captured]) -> _Captured:
     """Return what ``capture`` does, which has torch.export run a model.
 
@@ -97,6 +122,8 @@ def shielded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     The mode is taken off meanwhile if it is the innermost one: while a mode is in force, every function, method and
     attribute of a tensor goes through Python.
     """
+    if is_in_branch():
+        return run(*args, **kwargs)
     stack, size = thread_frames.stack, _size()
     mode = thread_frames.mode
     if mode is not None and (size == 0 or _at(size - 1) is not mode or is_compiling()):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bitwright._utils.call_frames import thread_frames
+from bitwright.errors import ConfigMatchWarning
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 _modes = torch._C._len_torch_function_stack
@@ -102,3 +103,34 @@ def test_a_mode_of_the_user_stays_in_force() -> None:
         assert torch.equal(model(x), expected)
     assert mode.calls > 0
     assert watched.seen[-1] == 1
+
+
+class Branching(nn.Module):
+    """Calls layers and functions inside of ``torch.cond``, one layer outside too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.body, self.both = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x) + self.both(x)
+
+    def other_branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.both(x) + 1.0
+        return torch.cond(x.sum() > 0, self.branch, self.other_branch, (y,)) + y
+
+
+def test_branches_run_as_they_are() -> None:
+    """No frame is entered where ``torch.cond`` has a branch captured, and the calls around it are simulated."""
+    torch.manual_seed(0)
+    model, x = Branching().eval(), torch.rand(3, 4)
+    y = model.both(x) + 1.0
+    expected = model.branch(y) + y
+    with pytest.warns(ConfigMatchWarning, match=r"enclosed-weight.*inside\.weight \(cond\)"):
+        prepared = Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare((x,))
+    error = (prepared(x) - expected).abs().max()
+    assert 0 < error < 0.1
+    assert (_modes(), thread_frames.stack, thread_frames.mode) == (0, [], None)

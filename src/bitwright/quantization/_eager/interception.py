@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright._utils.call_frames import calling_code, shielded, thread_frames
+from bitwright._utils.call_frames import calling_code, is_in_branch, shielded, thread_frames
 from bitwright._utils.direct_calls import Caller, caller, pass_last, pass_through
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
@@ -274,7 +274,7 @@ class _InterceptMode(TorchFunctionMode):
     ) -> Any:
         frame = thread_frames.stack[-1]
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if frame is None or (tracing and _computes_sizes(args)):
+        if frame is None or (tracing and _computes_sizes(args)) or is_in_branch():
             return func(*args, **(kwargs or {}))
         base = str(func.__name__)  # torch.compile knows a name only after that
         table = frame.table
@@ -472,6 +472,8 @@ class OpScope(ForwardScope):
         self.outputs: list[tuple[int, str]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_branch():
+            return self.run(*args, **kwargs)
         if thread_frames.stack:
             _enter_child(args, kwargs)
             return shielded(self._simulate, args, kwargs)
@@ -500,6 +502,8 @@ class FrameScope(ForwardScope):
         self.table = table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_branch():
+            return self.run(*args, **kwargs)
         if thread_frames.stack:
             _enter_child(args, kwargs)
         frame = _Frame(self.table, self.module)
@@ -516,6 +520,8 @@ class UnreachedScope(FrameScope):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_branch():
+            return self.run(*args, **kwargs)
         if self.table.warned:
             return shielded(self.run, *args, **kwargs)
         if self.module.training and not torch.is_grad_enabled():
@@ -527,6 +533,8 @@ class ShieldScope(ForwardScope):
     """Keeps the calls made inside a module from being taken for calls of the frame around it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_branch():
+            return self.run(*args, **kwargs)
         if thread_frames.stack:
             _enter_child(args, kwargs)
         return shielded(self.run, *args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bitwright import kernels
+from bitwright._utils.call_frames import is_in_branch
 from bitwright._utils.direct_calls import Call, caller, pass_through
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import Grid, Task
@@ -318,6 +319,8 @@ class FakeQuantizeForward(SwitchedModule):
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         if stateful and calculator._initialized and _is_in_backward():
             return self._recall.find(tensor) or self._stored(calculator)
+        if stateful and calculator._initialized and is_in_branch():  # where nothing may be stored
+            return self._stored(calculator)
         try:
             with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
                 qparams: QParams = calculator(tensor)
