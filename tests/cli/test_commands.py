@@ -231,6 +231,8 @@ class TestErrors:
         ("arguments", "message"),
         [
             (("plan", "clinet", "--data", "clinet:batches", "--config", "w4.yaml"), "module:attribute"),
+            (("plan", ".clinet:make", "--data", "clinet:batches", "--config", "w4.yaml"), "for example net:make"),
+            (("plan", "clinet:make", "--data", "pkg..a:b", "--config", "w4.yaml"), "for example net:batches"),
             (("plan", "clinet:mak", "--data", "clinet:batches", "--config", "w4.yaml"), "did you mean 'make'?"),
             (("plan", "clinet:qqqq", "--data", "clinet:batches", "--config", "w4.yaml"), "it has"),
             (("plan", "clinet.py", "--data", "clinet:batches", "--config", "w4.yaml"), "clinet:NAME"),
@@ -273,6 +275,14 @@ class TestErrors:
             ),
             (("explain", "BW9"), "no diagnostic 'BW9'"),
             (("plan", *COMMON, "--config", "null.yaml"), "'null.yaml' is not valid: The section 'quantization_config'"),
+            (
+                ("plan", *COMMON, "--config", "names.yaml"),
+                "'names.yaml' is not valid: module_name_configs['enc(']: the key is not a valid regular expression",
+            ),
+            (
+                ("plan", *COMMON, "--config", "ops.yaml"),
+                "'ops.yaml' is not valid: module_name_configs['1'].op_name_config['add(']: the key is not a valid",
+            ),
             (("plan", *COMMON, "--config", "latin.yaml"), "'latin.yaml' cannot be read"),
             (("plan", *COMMON, "--config", "twice.yaml"), "found the key 'execution_mode' twice"),
             (("plan", *COMMON, "--config", "twice.json"), "the key 'execution_mode' stands there twice"),
@@ -295,6 +305,10 @@ class TestErrors:
         (folder / "other.yaml").write_text("something: 1\n")
         (folder / "broken.yaml").write_text("a: [1\n")
         (folder / "null.yaml").write_text("quantization_config: null\n")
+        (folder / "names.yaml").write_text("quantization_config: {module_name_configs: {'enc(': null}}\n")
+        (folder / "ops.yaml").write_text(
+            "quantization_config: {module_name_configs: {'0': null, '1': {op_name_config: {'add(': null}}}}\n"
+        )
         (folder / "latin.yaml").write_bytes(b"quantization_config: {}  # \xe9\n")
         (folder / "twice.yaml").write_text("quantization_config:\n  execution_mode: eager\n  execution_mode: graph\n")
         (folder / "twice.json").write_text(

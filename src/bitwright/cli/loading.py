@@ -19,6 +19,7 @@ from torch import nn
 
 from bitwright.config import CompressionConfig
 from bitwright.config.files import read_json, read_yaml
+from bitwright.config.matching import refuse_invalid_patterns
 from bitwright.program.unlift import unlift
 
 from .output import CommandError
@@ -150,9 +151,10 @@ def load_recipe(name: str) -> Recipe:
         part = {key: content[key], **({cls._SPEC_KEY: content[cls._SPEC_KEY]} if cls._SPEC_KEY in content else {})}
         try:
             configs.append(cls.from_dict(part))
+            refuse_invalid_patterns(configs[-1])
         except ValidationError as error:
             raise CommandError(f"The recipe {name!r} is not valid:\n{error}") from error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise CommandError(f"The recipe {name!r} is not valid: {error}") from error
     return Recipe(path.stem, tuple(configs))
 
@@ -218,7 +220,7 @@ def _attribute(name: str, role: str) -> Any:
     if ".py" in (Path(name).suffix, Path(module_name).suffix):
         proposal = f"{Path(module_name).stem}:{path or 'NAME'}"
         raise CommandError(f"The {role} {name!r} names a file; write a module: {proposal}, from the file's folder.")
-    if not colon or not module_name or not path:
+    if not colon or not path or not all(module_name.split(".")):  # a dot in front is for imports within packages
         example = {"model": "net:make", "data": "net:batches"}.get(role, f"net:{role}")
         hint = " or a .pt2 file" if role == "model" else ""
         raise CommandError(f"The {role} {name!r} must be written as module:attribute{hint}, for example {example}.")

@@ -43,6 +43,7 @@ __all__ = [
     "lookup_spec",
     "match_module",
     "module_configs",
+    "refuse_invalid_patterns",
     "resolve_module_rules",
     "resolve_op_rule",
     "type_name",
@@ -314,6 +315,20 @@ def module_configs(config: CompressionConfig[Any]) -> Iterator[tuple[str, Any]]:
     yield _describe(ConfigLevel.GLOBAL, None), config.global_config
     for level, key, entry in _entries(config):
         yield _describe(level, key), entry
+
+
+def refuse_invalid_patterns(config: CompressionConfig[Any]) -> None:
+    """Check all keys that are regular expressions, also those that preparing a certain model would not come to.
+
+    Raises:
+        ValueError: one is not valid; the message says where it stands.
+    """
+    for level, key, _ in _entries(config):
+        if level is ConfigLevel.MODULE_NAME:
+            compile_key(key, _describe(level, key))
+    for where, entry in module_configs(config):
+        for key in () if entry is None else entry.op_name_config:
+            compile_key(key, _describe_op(where, OpLevel.OP_NAME, key))
 
 
 def match_module(config: CompressionConfig[Any], name: str, module: nn.Module | None) -> Any:
