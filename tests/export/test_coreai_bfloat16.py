@@ -37,6 +37,18 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
+class Sums(nn.Module):
+    """Running sums of what a layer of many inputs returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1024, 16)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, torch.cat([y.abs()] * 16, -1).cumsum(-1)
+
+
 def _convolutions():
     norms = [nn.BatchNorm2d(8), nn.BatchNorm2d(8)]
     for norm in norms:
@@ -48,6 +60,7 @@ def _convolutions():
 NETWORKS = {
     "batch norms": lambda: (_convolutions(), torch.randn(2, 3, 8, 8)),
     "filled": lambda: (Filled(), torch.randn(4, 32)),
+    "sums": lambda: (Sums(), torch.randn(2, 4, 1024)),
     "recurrent": lambda: (Recurrent(), torch.randn(5, 32)),
 }
 
@@ -69,3 +82,16 @@ def test_models_in_half_precision(kind, dtype, mode, tmp_path):
     for one, found in zip(expected, run_coreai(path, (x,)), strict=True):
         assert found.dtype == dtype
         assert sqnr(one.float(), found.float()) > 40
+
+
+@pytest.mark.parametrize("own_kernels", [False, True])
+def test_products_may_be_left_to_the_runtimes_kernels(own_kernels, tmp_path):
+    """A program has products of bfloat16 matrices only where its writer asked for them."""
+    from coreai.authoring import AIModelAsset
+
+    x = torch.randn(2, 4, 32, dtype=torch.bfloat16)
+    ready = Quantizer(nn.Linear(32, 16).bfloat16(), QuantizerConfig.presets.w8()).prepare((x,)).eval()
+    path = export_coreai(ready, (x,), tmp_path / "m.aimodel", bfloat16_kernels=own_kernels)
+    text = AIModelAsset.load(path).program._module._mlir_module.operation.get_asm()
+    (product,) = (line for line in text.splitlines() if "matmul" in line)
+    assert ("bf16" in product) == own_kernels

@@ -72,6 +72,7 @@ READS = {
     "along a dimension": lambda x, i: torch.take_along_dim(x, i[..., None], 1),
 }
 ARITHMETIC = {
+    "a product alone": lambda x, i: torch.addmm(x[1] * float("nan"), x[0], ROWS[:4], beta=0, alpha=2),
     "added with a factor": lambda x, i: torch.add(x, x.flip(1), alpha=-3.125),
     "subtracted with a factor": lambda x, i: torch.sub(x, x.flip(1), alpha=2),
     "a number added with a factor": lambda x, i: torch.add(x, 3, alpha=0.5),

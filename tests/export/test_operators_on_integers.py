@@ -49,10 +49,19 @@ CASES = {
 MORE = {
     "shifts by tensors": lambda b, s, i, n, h: [
         *(shift(x, n) for x in (b, s, i, n) for shift in (torch.bitwise_left_shift, torch.bitwise_right_shift)),
-        b >> torch.tensor(2), s << b, 3 << n, -9 >> s, n >> -1, n << -1, i >> 40, n >> (n.int() + 62),
+        b >> torch.tensor(2),
+        s << b,
+        3 << n,
+        -9 >> s,
+        n >> -1,
+        n << -1,
+        i >> 40,
+        n >> (n.int() + 62),
     ],
     "places in all": lambda b, s, i, n, h: [
-        n.view(2, 2).argmax(keepdim=True), s.view(2, 2).argmin(keepdim=True), s.short().view(2, 2).argmax(1, True),
+        n.view(2, 2).argmax(keepdim=True),
+        s.view(2, 2).argmin(keepdim=True),
+        s.short().view(2, 2).argmax(1, True),
     ],
 }
 """Only in ONNX."""

@@ -33,7 +33,7 @@ from .conversion import (
 from .coreai_casts import keep_casts
 from .coreai_decompositions import RIGHT_IN_COREAI
 from .coreai_norms import NORMS_IN_ARITHMETIC, give_parameters
-from .coreai_products import keep_products_apart, lay_rows_in_order
+from .coreai_products import keep_products_apart, lay_rows_in_order, widen_products
 from .coreai_runtime import run_coreai
 from .coreai_views import unsqueeze_views
 from .decomposing import decomposed
@@ -65,6 +65,7 @@ def export_coreai(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    bfloat16_kernels: bool = False,
 ) -> Path:
     """Write a prepared model as a Core AI model.
 
@@ -74,6 +75,8 @@ def export_coreai(
         path: the ``.aimodel`` folder to write; it must not exist.
         example_kwargs: keyword inputs.
         dynamic_shapes: as for ``torch.export``.
+        bfloat16_kernels: leave products of bfloat16 matrices to the runtime's own kernels. False has them added up in
+            float32 between casts, as in PyTorch: the runtime's kernels on the CPU round at each step.
 
     Returns:
         ``path``.
@@ -97,6 +100,9 @@ def export_coreai(
     average_in_order(program)
     zero_where_nothing_is_seen(program.graph_module)
     program = _decomposed(program)
+    if not bfloat16_kernels:
+        widen_products(program.graph)
+        program.graph_module.recompile()
     with converting("coreai-torch"):
         _name_palettes(program)
         converted = _converted(program)
@@ -249,14 +255,16 @@ def _largest_of_smallest(graph: torch.fx.Graph) -> None:
 
 
 def _widen_halves(module: torch.fx.GraphModule) -> None:
-    """Let batch norms of halves compute in float32, and fill bfloat16 tensors in float32, in place.
+    """Let batch norms and running sums of halves compute in float32, and fill bfloat16 tensors in float32, in place.
 
-    coreai-torch computes both that way, but then finds that the types of their results are not PyTorch's.
+    coreai-torch computes the first and the last that way, but then finds that the types of their results are not
+    PyTorch's. Core AI's runtime rounds a running sum at every step, and PyTorch once.
     """
     aten = torch.ops.aten
-    for node in module.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
-        if half_result(node) is not None:
-            widen(module.graph, node)
+    for op in (aten._native_batch_norm_legit_no_training.default, aten.cumsum.default):
+        for node in module.graph.find_nodes(op="call_function", target=op):
+            if half_result(node) is not None:
+                widen(module.graph, node)
     for node in module.graph.find_nodes(op="call_function", target=aten.full.default):
         if node.meta["val"].dtype == torch.bfloat16:
             _fill_in_float32(module.graph, node)

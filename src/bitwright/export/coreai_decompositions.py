@@ -61,6 +61,14 @@ def _are_masks(*tensors: Any) -> bool:
     return all(isinstance(tensor, Tensor) and tensor.dtype == torch.bool for tensor in tensors)
 
 
+def _added_to_product(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """``addmm`` with a ``beta`` of zero, where ``x`` counts for nothing, NaN or not; coreai-torch multiplies it."""
+    if beta:
+        return NotImplemented
+    product = torch.mm(left, right)
+    return product if alpha == 1 else product * alpha
+
+
 def _squeeze(x: Tensor, dims: Sequence[int]) -> Any:
     """Leaves out dimensions of one, among others, which coreai-torch refuses."""
     ones = [dim for dim in dims if x.dim() and isinstance(x.shape[dim], int) and x.shape[dim] == 1]
@@ -426,6 +434,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     **{comparison: _integers_with_number(comparison) for comparison in _COMPARISONS},
     # translated wrongly for some arguments, for which these do not return NotImplemented
     _aten.add.Tensor: _add,
+    _aten.addmm.default: _added_to_product,
     _aten.amax.default: _extreme(_aten.amax.default),
     _aten.amin.default: _extreme(_aten.amin.default),
     _aten.arange.start_step: _numbers_in_steps,

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 
-from .graph_edits import call
+from .graph_edits import call, widen
 
-__all__ = ["keep_products_apart", "lay_rows_in_order"]
+__all__ = ["keep_products_apart", "lay_rows_in_order", "widen_products"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -65,6 +65,21 @@ def keep_products_apart(graph: fx.Graph) -> None:
         elif node.target is _aten.mm.default and _laid_together(node.args[0]):
             for rows in list(_rows(node)):
                 _put_maximum(graph, rows, [user for user in rows.users if user.target not in _VIEWS])
+
+
+def widen_products(graph: fx.Graph) -> None:
+    """Let products of bfloat16 matrices be added up in float32, as PyTorch adds them up, and be rounded once, in place.
+
+    Core AI's runtime adds those of a batch with one matrix in bfloat16: with 1024 inputs, 28 dB of a linear layer are
+    left.
+
+    Args:
+        graph: of a decomposed program, in which :func:`keep_products_apart` has been.
+    """
+    for op in _RIGHT:
+        for node in graph.find_nodes(op="call_function", target=op):
+            if node.meta["val"].dtype == torch.bfloat16:
+                widen(graph, node)
 
 
 def _laid_together(rows: fx.Node) -> bool:
