@@ -451,19 +451,22 @@ def test_a_weight_used_both_ways_has_no_rows(fields):
     pruned(model, (torch.randn(2, 8),), scope="tensor", pruning_algo=fields.get("pruning_algo", "default"))
 
 
-def test_a_global_ranking_of_an_algorithm_without_scores_is_an_error_of_the_plan():
-    """It would be by magnitude, whatever the algorithm's masks are."""
+@pytest.mark.parametrize("scope", ["global", "row"])
+@pytest.mark.parametrize("base", ["none", "wanda"])
+def test_a_ranking_of_an_algorithm_without_scores_is_an_error_of_the_plan(base, scope):
+    """It would be by magnitude or by another algorithm's scores, whatever the algorithm's masks are."""
+    of = PruneImplBase if base == "none" else PruneImplBase.get_class(base)
 
-    @PruneImplBase.register("last_entries")
-    class LastEntries(PruneImplBase):
+    @PruneImplBase.register(f"last_entries_{base}_{scope}")
+    class LastEntries(of):
         @staticmethod
         def compute_mask(weight, sparsity, pruning_scheme):
             return (torch.arange(weight.numel()).view(weight.shape) < weight.numel() * (1 - sparsity)).to(weight.dtype)
 
     model = counted(4, 4)
     with pytest.raises(PlanError, match=r"LastEntries does not define.*scope='tensor'"):
-        pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries", scope="global")
-    pruned(model, (torch.randn(1, 4),), pruning_algo="last_entries")
+        pruned(model, (torch.randn(1, 4),), pruning_algo=LastEntries, scope=scope)
+    pruned(model, (torch.randn(1, 4),), pruning_algo=LastEntries)
     assert model.weight[2:].eq(0).all()
 
 

@@ -118,10 +118,12 @@ def _check_scope(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
             f"scope={spec.scope!r} has no meaning for the scheme {spec.pruning_scheme.describe()} ({request.rule}): "
             "rows are ranked for Unstructured() only, and an N:M pattern ranks within its groups. Leave scope out."
         )
-    elif (spec.scope or algo.default_scope) == "global" and not _has_scores(algo):
+    elif (spec.scope == "row" or (spec.scope or algo.default_scope) == "global") and not _has_scores(algo):
+        ranked = "weights together" if (spec.scope or algo.default_scope) == "global" else "each output channel"
         message = (
-            f"scope='global' ({request.rule}) ranks weights together by their scores(), which {algo.__name__} does not "
-            "define: its compute_mask() knows one weight at a time. Define scores(), or give it scope='tensor'."
+            f"scope={spec.scope or algo.default_scope!r} ({request.rule}) ranks {ranked} by scores(), which "
+            f"{algo.__name__} does not define beside its compute_mask(): that knows one whole weight at a time. Define "
+            "scores(), or give it scope='tensor'."
         )
     elif ranks_rows(spec) and _has_no_rows(request):
         consumers = " and ".join(
@@ -146,8 +148,11 @@ def _has_no_rows(request: WeightRequest) -> bool:
 
 
 def _has_scores(algo: type[PruneImplBase]) -> bool:
-    """Whether an algorithm's masks follow from its scores, as those by magnitude do from the ones of the base class."""
-    return algo.scores is not PruneImplBase.scores or algo.compute_mask is _MagnitudePruneImpl.compute_mask
+    """Whether an algorithm has scores for its masks: not where a subclass has only the latter of its own."""
+    if algo.compute_mask is _MagnitudePruneImpl.compute_mask:
+        return True
+    defining = {name: next(base for base in algo.__mro__ if name in vars(base)) for name in ("scores", "compute_mask")}
+    return defining["scores"] is not PruneImplBase and issubclass(defining["scores"], defining["compute_mask"])
 
 
 def _check_emptiness(spec: PruningSpec, request: WeightRequest) -> list[Problem]:
