@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["ForwardScope", "wrap_forward"]
+__all__ = ["ForwardScope", "PassingScope", "in_force", "wrap_forward"]
 
 
 class ForwardScope:
@@ -55,3 +56,31 @@ def wrap_forward(scope: ForwardScope) -> Callable[[], None]:
             attributes["forward"] = scope.inner
 
     return undo
+
+
+class PassingScope(ForwardScope):
+    """Base class of scopes for the length of a block, see ``in_force``.
+
+    Attributes:
+        is_over: whether it does nothing any more: the block has ended, with this scope still inside of what somebody
+            else has put around it, or it belongs to a copy of the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.is_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"is_over": True}
+
+
+@contextmanager
+def in_force(scope: PassingScope) -> Iterator[None]:
+    """Have ``scope`` around the forward of its module, but not of copies of it."""
+    undo = wrap_forward(scope)
+    try:
+        yield
+    finally:
+        scope.is_over = True
+        if vars(scope.module).get("forward") is scope:  # not if somebody has put something else around it
+            undo()

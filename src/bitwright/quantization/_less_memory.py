@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from bitwright._utils.forward_scope import ForwardScope, wrap_forward
+from bitwright._utils.forward_scope import PassingScope, in_force
 from bitwright.kernels.dispatch import undisturbed
 from bitwright.kernels.saved import may_save_as_codes, saved_as_codes
 
@@ -21,7 +20,7 @@ _WORTHWHILE = 8 << 20
 _TRIED_AGAIN_AFTER = 100
 
 
-class SavedAsCodes(ForwardScope):
+class SavedAsCodes(PassingScope):
     """Runs the forward passes of a model in training under ``saved_as_codes``.
 
     A pass of which codes free little costs more than it saves: the next ones keep their tensors as they are.
@@ -29,15 +28,10 @@ class SavedAsCodes(ForwardScope):
     Args:
         module: the model.
         on_gpu: on a CUDA device too, not only on a CPU.
-
-    Attributes:
-        is_over: whether it does nothing any more: training has ended, with this scope still inside of what somebody
-            else has put around it, or it belongs to a copy of the model.
     """
 
     def __init__(self, module: nn.Module, on_gpu: bool = False) -> None:
         super().__init__(module)
-        self.is_over = False
         self._on_gpu = on_gpu
         self._passed_over = _TRIED_AGAIN_AFTER
 
@@ -50,9 +44,6 @@ class SavedAsCodes(ForwardScope):
             self._passed_over = 0
         return y
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"is_over": True}
-
     def _is_worth_trying(self) -> bool:
         self._passed_over += 1
         return self._passed_over > _TRIED_AGAIN_AFTER
@@ -64,14 +55,6 @@ class SavedAsCodes(ForwardScope):
         return parameter is not None and (parameter.is_cpu or (self._on_gpu and parameter.is_cuda))
 
 
-@contextmanager
-def activations_as_codes(model: nn.Module, on_gpu: bool = False) -> Iterator[None]:
+def activations_as_codes(model: nn.Module, on_gpu: bool = False) -> AbstractContextManager[None]:
     """Run the forward passes of ``model``, but not of copies of it, under ``saved_as_codes`` where that frees much."""
-    scope = SavedAsCodes(model, on_gpu)
-    undo = wrap_forward(scope)
-    try:
-        yield
-    finally:
-        scope.is_over = True
-        if vars(model).get("forward") is scope:  # not if somebody has put something else around it
-            undo()
+    return in_force(SavedAsCodes(model, on_gpu))

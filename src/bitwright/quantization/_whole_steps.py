@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from bitwright._utils.forward_scope import ForwardScope, wrap_forward
+from bitwright._utils.forward_scope import PassingScope, in_force
 
 from .spec import RunningRangeMixin
 
 __all__ = ["steps_with_forwards"]
 
 
-class _StepsWithForwards(ForwardScope):
+class _StepsWithForwards(PassingScope):
     """Begins the steps of running ranges with each forward of a model.
 
     Args:
         module: the model.
         ranges: of its modules that are called more than once in a forward.
-
-    Attributes:
-        is_over: whether it does nothing any more: the mode has ended, with this scope still inside of what somebody
-            else has put around it, or it belongs to a copy of the model.
     """
 
     def __init__(self, module: nn.Module, ranges: Sequence[RunningRangeMixin]) -> None:
         super().__init__(module)
-        self.is_over = False
         self._ranges = ranges
         self._is_running = False
 
@@ -45,25 +40,11 @@ class _StepsWithForwards(ForwardScope):
         finally:
             self._is_running = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"is_over": True}
 
-
-@contextmanager
-def steps_with_forwards(model: nn.Module) -> Iterator[None]:
+def steps_with_forwards(model: nn.Module) -> AbstractContextManager[None]:
     """Have a forward of ``model`` that raised, or left calls out, put no later one out of step.
 
     Without modules that are called more than once in a forward there is nothing to do.
     """
     ranges = [part for part in model.modules() if isinstance(part, RunningRangeMixin) and part.tensors_per_step > 1]
-    if not ranges:
-        yield
-        return
-    scope = _StepsWithForwards(model, ranges)
-    undo = wrap_forward(scope)
-    try:
-        yield
-    finally:
-        scope.is_over = True
-        if vars(model).get("forward") is scope:  # not if somebody has put something else around it
-            undo()
+    return in_force(_StepsWithForwards(model, ranges)) if ranges else nullcontext()
