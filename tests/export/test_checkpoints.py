@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.artifact import Artifact
 from bitwright.export.checkpoints import export_compressed_tensors, export_gguf, read_compressed_tensors, read_gguf
+from bitwright.export.checkpoints.rounding import lost_by_rounding
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
@@ -596,6 +597,56 @@ def test_gguf_with_rounded_scales(tmp_path):
     found, _ = _read(export_gguf(ready, tmp_path / "m.gguf", round_scales=True, rename=lambda name: f"blk.{name}"))
     error = (found["blk.up.weight"][1] - ready.up.weight).abs()
     assert float((error / ready.up.weight.abs().clamp(min=1e-9)).max()) <= 2**-11
+
+
+SMALL = {
+    "int8": (W8, 1e-3),
+    "int4 groups": (spec_of("int4", blocks(32)), 1e-5),
+    "minval": (spec_of("uint4", blocks(32), qscheme="asymmetric", qformulation="minval"), 1e-5),
+}
+
+
+def _weights_of(factor, spec, dead):
+    """A prepared layer with weights of about ``factor``, or of about one in the first of its channels only."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 8, bias=False)).eval(), torch.randn(2, 64)
+    with torch.no_grad():
+        model[0].weight[1:] *= 0 if dead else factor
+        model[0].weight[0] *= 1 if dead else factor
+    return prepared(model, x, spec)[1]
+
+
+@pytest.mark.parametrize("case", ["small", "dead", "ordinary"])
+@pytest.mark.parametrize("name", SMALL)
+def test_weights_that_lose_digits_with_their_scales_are_told(name, case, tmp_path, caplog):
+    """Tiny scales lose more by half precision than quantization costs. Those of dead channels have no meaning."""
+    pytest.importorskip("gguf")
+    spec, factor = SMALL[name]
+    ready = _weights_of(factor if case == "small" else 1.0, spec, case == "dead")
+    state = read_gguf(export_gguf(ready, tmp_path / "m.gguf", round_scales=True))
+    weight = ready[0].weight.detach()
+    off = float((state["0.weight"] - weight).abs().max() / weight.abs().max())
+    assert (off > 1 / 256) is (case == "small")
+    assert ("'0.weight'" in caplog.text and "half a step" in caplog.text) is (case == "small")
+    if name != "minval":
+        caplog.clear()
+        export_compressed_tensors(ready.half(), tmp_path / "c")
+        assert ("'0.weight'" in caplog.text and "half a step" in caplog.text) is (case == "small")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_weights_that_become_zero_with_their_scales_are_counted(name):
+    """Ranges that are learned, or loaded, have no least scale; entries that are zero anyway lose nothing."""
+    tensor = Artifact.from_model(_weights_of(1.0, SMALL[name][0], dead=True))["0.weight"]
+    tensor.parts["scale"].mul_(1e-7)
+    if name == "minval":
+        tensor.parts["minval"].mul_(1e-7)
+    held = int((tensor.decode() != 0).sum())
+    assert 0 < held <= 64
+    words = lost_by_rounding(tensor, torch.float16)
+    assert f"of 512 weights move by more than half a step, {held} become 0" in str(words)
+    assert lost_by_rounding(tensor, torch.float32) is None
+    assert lost_by_rounding(tensor, torch.bfloat16) is None
 
 
 def test_palettes_are_refused_by_both(tmp_path):

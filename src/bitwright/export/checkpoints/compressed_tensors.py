@@ -17,6 +17,7 @@ from bitwright.artifact import Artifact, CompressedTensor, QuantizedTensor
 from bitwright.formats import encode, pack
 
 from .integers import signed_codes
+from .rounding import lost_by_rounding, warn_of_losses
 from .source import artifact_of_weights, linear_weights
 
 __all__ = ["export_compressed_tensors", "unreadable", "unsupported_weight"]
@@ -43,7 +44,8 @@ def export_compressed_tensors(
 
     Linear weights in integers of 1 to 8 bits become ``pack-quantized``, in FP8 (e4m3) ``float-quantized`` and in FP4
     with power-of-two scales ``mxfp4-pack-quantized``. What those decode to is what the prepared model computes. Scales
-    have the type of their weight; if a model was cast after it was prepared they are rounded, and a warning is logged.
+    have the type of their weight; if a model was cast after it was prepared they are rounded, and a warning is logged;
+    another one names weights that lose more than half a step of their codes by that.
 
     Args:
         model: prepared, weights only. Not changed.
@@ -76,6 +78,7 @@ def export_compressed_tensors(
     schemes: dict[str, _Scheme] = {}
     refused: list[str] = []
     rounded: list[str] = []
+    losses: dict[str, str] = {}
     for name in artifact:
         tensor = artifact[name]
         problem = unsupported_weight(tensor, name in packable) or unreadable(tensor)
@@ -87,6 +90,8 @@ def export_compressed_tensors(
         scheme, form, parts = _entry(tensor)
         if form != "mxfp4-pack-quantized" and not torch.equal(tensor.scale().to(tensor.dtype).float(), tensor.scale()):
             rounded.append(name)
+            if loss := lost_by_rounding(tensor, tensor.dtype):
+                losses[name] = loss
         path = _layer(name)
         tensors |= {f"{path}.{part}" if path else part: value for part, value in parts.items()}
         schemes.setdefault(_key(scheme, form), (scheme, form, []))[2].append(path)
@@ -96,6 +101,7 @@ def export_compressed_tensors(
     _refuse_taken_names(schemes, artifact)
     _join_groups(schemes, tensors)
     _warn(rounded, len(schemes))
+    warn_of_losses(losses, "Cast the model to bfloat16, or leave their layers out of the configuration.")
     _add_aliases(schemes, tensors, artifact)
     quantized = {path for _, _, paths in schemes.values() for path in paths}
     ignored = sorted({_layer(name) for name in linear} - quantized)

@@ -17,6 +17,8 @@ from bitwright.export.extras import require
 from bitwright.formats import encode
 
 from .gguf_metadata import ALIGNMENT, ARCHITECTURE, encodable, types_of_metadata
+from .integers import spread
+from .rounding import lost_by_rounding, warn_of_losses
 from .source import artifact_of_weights
 
 __all__ = ["export_gguf", "too_many_dimensions", "type_of"]
@@ -76,8 +78,10 @@ def export_gguf(
             Write 10000.0 for a key that llama.cpp reads as a float. ``general.alignment`` is where tensors begin.
         rename: maps a parameter's name to the name in the file, such as llama.cpp's ``blk.0.attn_q.weight``.
         round_scales: ggml keeps scales in half precision. Scales that half precision does not hold are rounded to it,
-            unless they lie beyond it; False refuses both, so that the file decodes to what the model computes. Prepare
-            a float16 model to get scales that fit; its weights are rounded to half precision, what ggml decodes is not.
+            unless they lie beyond it; False refuses both, so that the file decodes to what the model computes. A
+            warning names weights that lose more than half a step of their codes by that, as with scales below 6e-5.
+            Prepare a float16 model to get scales that fit; its weights are rounded to half precision, what ggml decodes
+            is not.
         allow_dense: store compressed weights that no type holds as dense tensors with their decoded values.
 
     Returns:
@@ -102,7 +106,7 @@ def export_gguf(
         )
     names = {name: rename(name) if rename else name for name in artifact}
     encoded: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
-    refused, without_type = [], []
+    refused, without_type, losses = [], [], {}
     unreadable = list(_given_twice(names))
     for name, stored in names.items():
         tensor = artifact[name]
@@ -114,6 +118,8 @@ def export_gguf(
             without_type.append(f"{name}: {str(tensor.dtype).removeprefix('torch.')}")
             continue
         encoded[name] = (kind, _ENCODERS[kind](tensor) if kind else _dense(tensor.decode()))
+        if kind and isinstance(tensor, QuantizedTensor) and (loss := lost_by_rounding(tensor, torch.float16)):
+            losses[name] = loss
     if unreadable:
         raise ValueError("\n  ".join(["llama.cpp could not open a GGUF file with these tensors:", *unreadable]))
     if without_type:
@@ -124,6 +130,7 @@ def export_gguf(
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"GGUF cannot hold these weights exactly (allow_dense=True keeps them dense):\n{listed}")
+    warn_of_losses(losses, "Leave their layers out of the configuration, which stores them as they are.")
     with new_file_atomically(path) as part:
         writer = gguf.GGUFWriter(part, described.pop(ARCHITECTURE))
         for key, value in described.items():
@@ -223,23 +230,19 @@ def _centred(tensor: QuantizedTensor) -> torch.Tensor:
     """``code - zero_point`` of every element; 0 where a mask drops it."""
     zero_point, mask = tensor.zero_point(), tensor.mask()
     assert zero_point is not None
-    values = tensor.codes().to(torch.int16) - _spread(zero_point, tensor).to(torch.int16)
+    values = tensor.codes().to(torch.int16) - spread(zero_point, tensor.layout.block_size).to(torch.int16)
     return values if mask is None else values.masked_fill(~mask, 0)
 
 
-def _spread(parameter: torch.Tensor, tensor: QuantizedTensor, last: int = 1) -> torch.Tensor:
-    """A parameter of every block, for every element, or along the last dimension for every ``last`` elements."""
-    sizes = list(tensor.layout.block_size)
-    sizes[-1] //= last
-    for dim, size in enumerate(sizes):
-        if size > 1:
-            parameter = parameter.repeat_interleave(size, dim)
-    return parameter
+def _for_each(parameter: torch.Tensor, tensor: QuantizedTensor, length: int) -> torch.Tensor:
+    """A parameter of every block, for every ``length`` elements along the last dimension."""
+    *sizes, last = tensor.layout.block_size
+    return spread(parameter, (*sizes, last // length))
 
 
 def _half(parameter: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
     """A parameter in half precision for every 32 elements, as bytes ``[..., blocks, 2]``."""
-    half = _spread(parameter, tensor, BLOCK).half().contiguous()
+    half = _for_each(parameter, tensor, BLOCK).half().contiguous()
     return half.view(torch.uint8).reshape(*half.shape, 2)
 
 
@@ -302,7 +305,7 @@ def _q5_1(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
 
 
 def _mxfp4(tensor: QuantizedTensor) -> np.ndarray[Any, Any]:
-    exponents = _spread(tensor.parts["scale"], tensor, BLOCK).unsqueeze(-1)
+    exponents = _for_each(tensor.parts["scale"], tensor, BLOCK).unsqueeze(-1)
     return _rows(exponents, _nibbles(_blocks(encode(tensor.codes(), _FP4))))
 
 

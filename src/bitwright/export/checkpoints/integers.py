@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bitwright.artifact import QuantizedTensor
 
-__all__ = ["SignedCodes", "signed_codes"]
+__all__ = ["SignedCodes", "signed_codes", "spread"]
+
+
+def spread(parameter: torch.Tensor, block_size: Sequence[int]) -> torch.Tensor:
+    """Return a parameter of every block for every element, given how many elements a block has along each dimension."""
+    for dim, size in enumerate(block_size):
+        if size > 1:
+            parameter = parameter.repeat_interleave(size, dim)
+    return parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,6 @@ def signed_codes(tensor: QuantizedTensor) -> SignedCodes:
     assert zero_point is not None
     codes, shift = tensor.codes().to(torch.int16), 0 if fmt.signed else 1 << (fmt.bits - 1)
     if mask is not None:
-        dropped = zero_point
-        for dim, block in enumerate(tensor.layout.block_size):
-            dropped = dropped.repeat_interleave(block, dim)
+        dropped = spread(zero_point, tensor.layout.block_size)
         codes = torch.where(mask, codes, dropped.to(torch.int16))
     return SignedCodes((codes - shift).to(torch.int8), (zero_point - shift).to(torch.int8), tensor.scale(), fmt.bits)
