@@ -11,6 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.config.spec import CompressionTargetTensor
+from bitwright.palettization import KMeansPalettizer, KMeansPalettizerConfig, ModuleKMeansPalettizerConfig
+from bitwright.palettization.spec import PalettizationSpec, STETrainingSpec
+from bitwright.pruning import MagnitudePruner
 from bitwright.quantization import QuantizationSpec
 from bitwright.quantization.spec import QuantizationComponentFactory
 
@@ -90,3 +93,23 @@ def test_fsdp_of_one_process_trains_as_without() -> None:
                 losses.append(float(loss.detach()))
         results.append(losses)
     assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_of_palettized_weights_are_saved_as_they_are() -> None:
+    """Indices are brought up to date for a state dict; of a part of a weight, below masks too, they cannot be."""
+    from torch.distributed.fsdp import fully_shard
+
+    spec = PalettizationSpec(n_bits=2, training_strategy_spec=STETrainingSpec())
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    MagnitudePruner(model).prepare((x,))
+    config = KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}))
+    prepared = KMeansPalettizer(model, config).prepare((x,))
+    before = {name: tensor.clone() for name, tensor in prepared.state_dict().items() if name.endswith("indices")}
+    fully_shard(prepared, mesh=dist.init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.neg_()
+    state = prepared.state_dict()
+    assert len(before) == 2
+    assert all(torch.equal(state[name], indices) for name, indices in before.items())

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bitwright.palettization.clustering import assign, cluster_scalar, cluster_vectors
+from bitwright.palettization.clustering._chains import best_chain
+from bitwright.palettization.clustering._pieces import NO_WEIGHTS
 
 from .references import error_of, nearest
 
@@ -191,3 +193,16 @@ def test_vectors_below_the_normal_range(scale: float) -> None:
     assert torch.equal(tiny.indices, plain.indices)
     torch.testing.assert_close(tiny.centroids / scale, plain.centroids, rtol=1e-5, atol=0)
     assert torch.equal(assign(values * scale, tiny.centroids), plain.indices)
+
+
+def test_the_best_chain_is_that_of_one_call_or_of_several() -> None:
+    """Chains that run in one compiled call, as for small groups, are those that threads run one by one."""
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).numpy()
+    states = np.arange(1, 9, dtype=np.uint64)
+    alone = [best_chain(points, NO_WEIGHTS, 5, 2, 3, (2, 4), 60, states[turn : turn + 1].copy()) for turn in range(8)]
+    centroids, error = best_chain(points, NO_WEIGHTS, 5, 2, 3, (2, 4), 60, states.copy())
+    assert len({found for _, found in alone}) > 1
+    expected, least = min(alone, key=lambda chain: chain[1])
+    assert (error, centroids.tolist()) == (least, expected.tolist())
+    distances = ((points[:, None].astype(np.float64) - centroids) ** 2).sum(2).min(1)
+    assert distances.sum() == pytest.approx(error, rel=1e-5)

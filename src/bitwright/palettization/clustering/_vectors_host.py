@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bitwright.palettization.clustering import _breathing, _lloyd, _seeding
+from bitwright.palettization.clustering import _chains, _lloyd
 from bitwright.palettization.clustering._pieces import NO_WEIGHTS, Sweep, as_numpy, in_turn, slices_of
 from bitwright.palettization.clustering._threads import run_all
 from bitwright.palettization.clustering._vector_labels import label_groups, vector_errors
@@ -81,28 +81,37 @@ def _subsample(length: int, weights: _Real, size: int, stream: npt.NDArray[np.ui
 def _chain(
     group: _Group, n_clusters: int, size: int, seedings: int, state: npt.NDArray[np.uint64]
 ) -> tuple[_Real, float]:
-    """The best of some seedings on one subsample, improved there; with its squared error over all vectors."""
+    """The best of some seedings on a subsample, improved there; with its squared error, over all vectors if few."""
     length = group.points.shape[0]
-    weights = group.weights if size == length else NO_WEIGHTS
-    points = group.taken(np.arange(length) if size == length else _subsample(length, group.weights, size, state))
-    best: _Real = np.empty((0, 0), np.float32)
-    error = np.inf
-    for _ in range(seedings):
-        centroids = _seeding.seed_centroids(points, weights, n_clusters, state)
-        centroids = np.concatenate([centroids, np.repeat(centroids[-1:], n_clusters - len(centroids), 0)])
-        found = _lloyd.run_lloyd(points, weights, centroids, _TRIAL, 1e-3)
-        if found < error:
-            best, error = centroids, found
-    breath = max(n_clusters // 8, min(n_clusters // 2, 8))
-    best, error = _breathing.breathe(points, weights, best, error, breath, _BREATH, state)
-    if size == length and size * n_clusters <= _CHEAP:  # to the end: chains that have not come to rest rank wrongly
-        error = _lloyd.run_lloyd(points, weights, best, _STEPS, 0.0)
-    if size < length and length <= _MANY:
+    points = group.taken(_subsample(length, group.weights, size, state))
+    best, error = _chains.best_chain(points, NO_WEIGHTS, n_clusters, seedings, _TRIAL, _breaths(n_clusters), 0, state)
+    if length <= _MANY:
         masses, sums = np.zeros(n_clusters), np.zeros(best.shape)
         error, _, _ = _lloyd.gather_step(
             as_numpy(group.points), group.weights, group.centre, group.scale, best, masses, sums
         )
     return best, error
+
+
+def _breaths(n_clusters: int) -> tuple[int, int]:
+    """How many centroids breathing begins with, and the steps between two changes of their number."""
+    return max(n_clusters // 8, min(n_clusters // 2, 8)), _BREATH
+
+
+def _whole_chains(
+    group: _Group, n_clusters: int, seedings: int, states: npt.NDArray[np.uint64], sweep: Sweep
+) -> list[tuple[_Real, float]]:
+    """Centroids from chains over all vectors, and their squared errors; one call in a single thread."""
+    length = group.points.shape[0]
+    points = group.taken(np.arange(length))
+    steps = _STEPS if length * n_clusters <= _CHEAP else 0
+    batches = [states] if sweep is in_turn else np.split(states, states.size)
+    return sweep(
+        lambda some: _chains.best_chain(
+            points, group.weights, n_clusters, seedings, _TRIAL, _breaths(n_clusters), steps, some
+        ),
+        batches,
+    )
 
 
 def _started(group: _Group, n_clusters: int, seed: int, number: int, restarts: int, sweep: Sweep) -> tuple[_Real, int]:
@@ -111,12 +120,17 @@ def _started(group: _Group, n_clusters: int, seed: int, number: int, restarts: i
     Small palettes have few, distinct optima, which whole chains tell apart; of a large one all optima are alike. Few
     vectors have optima that are far apart, and chains over them cost next to nothing.
     """
-    size = min(max(_SAMPLE_PER_CLUSTER * n_clusters, _LEAST_SAMPLE), group.points.shape[0])
+    length = group.points.shape[0]
+    size = min(max(_SAMPLE_PER_CLUSTER * n_clusters, _LEAST_SAMPLE), length)
     chains = min(max(1, restarts * 32 // n_clusters), restarts)
     seedings = -(-restarts // chains)
-    if size == group.points.shape[0]:
+    if size == length:
         chains = max(chains, min(_MOST_CHAINS, _CHEAP // (size * n_clusters)))
-    found = sweep(lambda turn: _chain(group, n_clusters, size, seedings, stream_of(seed, number, turn)), range(chains))
+    streams = [stream_of(seed, number, turn) for turn in range(chains)]
+    if size == length:
+        found = _whole_chains(group, n_clusters, seedings, np.concatenate(streams), sweep)
+    else:
+        found = sweep(lambda stream: _chain(group, n_clusters, size, seedings, stream), streams)
     return min(found, key=lambda chain: chain[1])[0], size
 
 

@@ -59,12 +59,16 @@ def settle_before_saving(model: nn.Module) -> None:
 
 def _settle_chain(chain: nn.Module, prefix: str, keep_vars: bool) -> None:
     weight: torch.Tensor = chain.original  # type: ignore[assignment]
-    with torch.no_grad():
-        for simulator in chain.children():
-            if isinstance(simulator, _KMeansFakePalettize):
-                simulator.settle_saved(weight)
-                return
-            weight = simulator(weight)
+    below: list[nn.Module] = []
+    for simulator in chain.children():
+        if isinstance(simulator, _KMeansFakePalettize):
+            if simulator.is_unsaved_for(weight):
+                with torch.no_grad():
+                    for earlier in below:
+                        weight = earlier(weight)
+                    simulator.settle_saved(weight)
+            return
+        below.append(simulator)
 
 
 @contextmanager

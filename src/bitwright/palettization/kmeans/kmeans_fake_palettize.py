@@ -166,22 +166,31 @@ class _KMeansFakePalettize(PaletteState):
         if not self._disabled:
             self._update_assignment(weight)
 
+    def is_unsaved_for(self, original: torch.Tensor) -> bool:
+        """Whether :meth:`settle_saved` has to bring indices up to date, and can, with a weight that training moves.
+
+        It cannot for parts of a weight, as in sharded training, nor where numbers cannot be looked at.
+
+        Args:
+            original: the parameter, of which the simulators below make what this one is given.
+        """
+        if self._disabled or not (self._training_strategy.follows_weight and self.is_on):
+            return False
+        if not self._centroids_initialized or self.indices is None:
+            return False
+        is_whole = original.numel() == self.indices.numel() * self.cluster_dim
+        is_plain = type(original) in (torch.Tensor, nn.Parameter) and not original.is_meta
+        return is_whole and is_plain and is_plain_torch()
+
     def settle_saved(self, weight: torch.Tensor) -> None:
         """Bring indices up to date with a weight that training moves, since a checkpoint is about to hold both.
 
-        A model that loads it may have no training strategy, and takes indices as they are. Nothing is done where none
-        can be found: for parts of a weight, as in sharded training, and where entries are not finite.
+        A model that loads it may have no training strategy, and takes indices as they are. Nothing is done where
+        entries are not finite.
 
         Args:
             weight: what the simulator is given.
         """
-        if self._disabled or not (self._training_strategy.follows_weight and self.is_on):
-            return
-        if not self._centroids_initialized or self.indices is None:
-            return
-        is_whole = weight.numel() == self.indices.numel() * self.cluster_dim
-        if not is_whole or weight.is_meta or type(weight) not in (torch.Tensor, nn.Parameter) or not is_plain_torch():
-            return
         with suppress(ValueError):
             self._update_assignment(weight)
 
