@@ -497,3 +497,65 @@ def test_states_keep_their_order():
     check(model, torch.randn(5, 4))
     assert list(model.state_dict()) == names
     assert set(vars(model[0])) == attributes
+
+
+class Scaled(nn.Module):
+    """A dead output whose bias comes out times a number that a function gives."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(6, 8), nn.Linear(8, 3), function
+        with torch.no_grad():
+            self.first.weight[1] = 0
+            self.first.bias[1] = 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.function(self.first(x), x))
+
+
+@pytest.mark.parametrize(
+    ("function", "goes"),
+    [
+        (lambda y, x: y / x.shape[0], False),
+        (lambda y, x: y * x.abs().mean().item(), False),
+        (lambda y, x: y.sum(0, keepdim=True), False),
+        (lambda y, x: y.sum(1), False),
+        (lambda y, x: y.mean(1), True),
+        (lambda y, x: torch.sigmoid(y * 0.5) - 3, True),
+    ],
+)
+def test_constants_of_one_input_alone_stay(function, goes):
+    """The bias of the next layer holds what is the same for other inputs, however many."""
+    torch.manual_seed(0)
+    model, x = Scaled(function).eval(), torch.randn(2, 4, 6)
+    others = torch.randn(3, 5, 6), torch.randn(1, 2, 6)
+    before = [model(other) for other in others]
+    report = shrink(model, (x,))
+    assert report.removed == ({"first": (8, 7)} if goes else {})
+    for other, expected in zip(others, before, strict=True):
+        assert torch.allclose(model(other), expected, atol=1e-5)
+
+
+def test_averages_over_a_fixed_number_are_no_constants():
+    """Windows over the end of a picture have fewer entries, whose sum is divided by the same number."""
+    torch.manual_seed(0)
+    pool = nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=9)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), pool, nn.Conv2d(8, 2, 1))
+    with torch.no_grad():
+        model[0].weight[1] = 0
+    x = torch.randn(1, 3, 8, 8)
+    before = model(x)
+    assert shrink(model, (torch.randn(1, 3, 7, 7),)).removed == {}
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
+def test_models_that_take_no_other_inputs_are_cut():
+    """A forward that wants its batch size, and values as they are, runs on the example inputs alone."""
+
+    def strict(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[0] == 2
+        assert bool((x.abs() >= 1).all())
+        return y.relu()
+
+    model = Scaled(strict).eval()
+    assert shrink(model, (1 + torch.rand(2, 6),)).removed == {"first": (8, 7)}

@@ -51,8 +51,11 @@ def moved_channels(op: Op, channels: Channels, before: Sequence[int]) -> Channel
         spatial = int(op.type[-2])
         if dim != len(before) - 1 - spatial or len(after) != len(before):
             return None
-        averages_zeros = op.type.startswith("avg") and any(widths(op.literals.get("padding", 0)))
-        return channels.constant_where_zero() if averages_zeros else channels
+        literals = op.literals
+        averages_zeros = op.type.startswith("avg") and any(widths(literals.get("padding", 0)))
+        divisor = literals.get("divisor_override", literals.get("6"))  # as torch's own module hands it over
+        sums = op.type.startswith("avg") and divisor is not None  # fewer entries in windows over the end
+        return channels.constant_where_zero() if averages_zeros or sums else channels
     if op.type in _RESIZES:
         return channels if dim == 1 else None
     if op.type in _REDUCTIONS:
@@ -76,6 +79,8 @@ def _reduced(op: Op, channels: Channels, rank: int) -> Channels | None:
     dims = {int(dim) % rank for dim in ((given[0],) if isinstance(given[0], int) else given[0])}
     if not dims or channels.dim in dims:
         return None
+    if op.type == "sum":  # of a constant it depends on how many there are
+        channels = channels.constant_where_zero()
     if len(op.outputs[0].shape) == rank:  # keepdim
         return channels
     return channels.moved(channels.dim - sum(dim < channels.dim for dim in dims))

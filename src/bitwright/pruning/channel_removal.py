@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from bitwright._utils.weight_simulators import simulator_places
 from bitwright.planning.simulated_states import trace_weights
 from bitwright.program.export_errors import not_a_tuple
 
+from ._channel_constants import Constants
 from ._channel_moves import widths
 from ._channel_spaces import Reader, Space, Tensor
 from ._channel_trial import OutputDiffersError, Trial, run
@@ -64,7 +64,7 @@ def shrink(
     Such a channel is constant. What the layers that read it make of the constant goes into their bias, and the channel
     goes from every tensor that has it: the layer itself, batch norms, depthwise convolutions, the readers, both
     branches of a residual add. Channels stay where the graph does not allow it: at the output of the model, where ops
-    mix channels, where a constant other than zero meets padding.
+    mix channels, where a constant other than zero meets padding, or depends on the number or the values of the inputs.
 
     Masks on weights that are not compressed otherwise are made permanent, and their simulators removed. All that is
     first done to a copy, whose output on the example inputs in eval mode must be the model's.
@@ -88,11 +88,12 @@ def shrink(
     analysis = ChannelAnalysis(traced.program, model, _cuttable_weight, _count_calls(model, example_inputs, kwargs))
     report = ShrinkReport(kept=dict.fromkeys(analysis.uncut, _UNCUT), parameters_before=_count(model))
     _keep(analysis.spaces, keep)
-    constants = _constants(model, analysis.spaces, example_inputs, kwargs)
+    readers = [reader for space in analysis.spaces for reader in space.readers]
+    constants = Constants(model, readers, example_inputs, kwargs)
     cuts = [_Cut(space, _removable(space, constants, report)) for space in analysis.spaces]
 
     def apply(target: nn.Module, chosen: Sequence[_Cut]) -> None:
-        _apply(target, chosen, constants)
+        _apply(target, chosen, constants.values)
 
     trial = Trial(model, apply, before, example_inputs, kwargs)
     failure = trial.failure(cuts)
@@ -220,7 +221,7 @@ def _count_calls(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return calls
 
 
-def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: ShrinkReport) -> torch.Tensor:
+def _removable(space: Space, constants: Constants, report: ShrinkReport) -> torch.Tensor:
     """Return the channels of a space that all readers see as constants and can do without, bool ``[C]``."""
     if not space.readers or space.fixed is not None:
         reason = space.fixed or "nothing that is known reads them"
@@ -228,7 +229,12 @@ def _removable(space: Space, constants: Mapping[str, torch.Tensor], report: Shri
         return torch.zeros(space.size, dtype=torch.bool)
     removable = torch.stack([reader.constant.cpu() for reader in space.readers]).all(0)
     for reader in space.readers:
-        values = constants[reader.path].cpu()[reader.entries].view(space.size, reader.repeats)
+        steady = constants.is_steady(reader)
+        if bool((removable & ~steady).any()):
+            removable = removable & steady
+            reason = f"{reader.path} reads what depends on the inputs there, as by a size or a mean in the forward"
+            report.kept.update(dict.fromkeys(space.writers, reason))
+        values = constants.values[reader.path].cpu()[reader.entries].view(space.size, reader.repeats)
         blocked = removable & _meets_padding(reader, values)
         if bool(blocked.any()):
             removable = removable & ~blocked
@@ -245,36 +251,6 @@ def _meets_padding(reader: Reader, values: torch.Tensor) -> torch.Tensor:
     if padded or isinstance(reader.module, TRANSPOSED):
         return (values != 0).any(1)
     return torch.zeros(len(values), dtype=torch.bool)
-
-
-def _constants(
-    model: nn.Module, spaces: list[Space], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return, by path of a reader, the value of each entry of its input at one place, along its channel dimension."""
-    found: dict[str, torch.Tensor] = {}
-    readers = {reader.path: reader for space in spaces for reader in space.readers}
-
-    def note(reader: Reader) -> Any:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> None:
-            source = (inputs[0] if inputs else named["input"]).detach()
-            moved = source.movedim(reader.dim, -1)
-            samples = math.prod(moved.shape[:-1])
-            if samples == 0:
-                raise ValueError(
-                    f"With the example inputs {reader.path} gets an input of shape {tuple(source.shape)}, which does "
-                    "not show what its channels are. Give example_inputs with at least one sample."
-                )
-            found[reader.path] = moved.reshape(samples, moved.shape[-1])[0].clone()
-
-        return hook
-
-    handles = [reader.module.register_forward_pre_hook(note(reader), with_kwargs=True) for reader in readers.values()]
-    try:
-        run(model, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 def _cut(module: Any, attribute: str, axis: int, stretches: list[tuple[Tensor, torch.Tensor]]) -> None:
