@@ -106,7 +106,7 @@ def test_a_mode_of_the_user_stays_in_force() -> None:
 
 
 class Branching(nn.Module):
-    """Calls layers and functions inside of ``torch.cond``, one layer outside too."""
+    """Calls layers and functions inside of ``torch.cond``, one layer before and after it too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.both(x) + 1.0
-        return torch.cond(x.sum() > 0, self.branch, self.other_branch, (y,)) + y
+        return torch.cond(x.sum() > 0, self.branch, self.other_branch, (y,)) + self.both(y)
 
 
 def test_branches_run_as_they_are() -> None:
@@ -128,9 +128,13 @@ def test_branches_run_as_they_are() -> None:
     torch.manual_seed(0)
     model, x = Branching().eval(), torch.rand(3, 4)
     y = model.both(x) + 1.0
-    expected = model.branch(y) + y
+    expected = model.branch(y) + model.both(y)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode="eager"))
     with pytest.warns(ConfigMatchWarning, match=r"enclosed-weight.*inside\.weight \(cond\)"):
-        prepared = Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare((x,))
+        prepared = quantizer.prepare((x,))
     error = (prepared(x) - expected).abs().max()
     assert 0 < error < 0.1
     assert (_modes(), thread_frames.stack, thread_frames.mode) == (0, [], None)
+    with quantizer.training_mode():  # in which the calls around the branch measure the weight that the branch reads
+        prepared(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in (prepared.inside.weight, prepared.both.bias))

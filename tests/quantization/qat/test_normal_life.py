@@ -486,6 +486,46 @@ def test_distillation_of_layers():
         DistillationLoss(student, teacher, temperature=0)
 
 
+class Named(nn.Module):
+    """Returns its logits beside others by name, as models of torchvision do, and an inner layer in a list."""
+
+    def __init__(self, first="out"):
+        super().__init__()
+        self.first, self.inner = first, InList()
+
+    def forward(self, x):
+        (y,) = self.inner(x)
+        return {self.first: y, "logits" if self.first == "aux" else "aux": 2 * y}
+
+
+class InList(nn.Linear):
+    """Returns a list."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return [super().forward(x)]
+
+
+@pytest.mark.parametrize(("first", "share"), [("out", 1), ("aux", 2)])
+def test_distillation_of_named_outputs(first, share):
+    """Of a mapping the logits are its ``logits``, or else its first entry; a layer may return a list."""
+    student, teacher, x = Named(first), Named(first), torch.randn(2, 4)
+    loss = DistillationLoss(student, teacher, layers=["inner"])(student(x), x)
+    (y,), (wanted,) = student.inner(x), teacher.inner(x)
+    logs = [F.log_softmax(share * t, -1) for t in (y, wanted)]
+    expected = F.kl_div(*logs, reduction="batchmean", log_target=True) + (y - wanted).norm() ** 2 / wanted.norm() ** 2
+    assert torch.allclose(loss, expected)
+
+
+def test_distillation_of_what_is_no_tensor_says_what_to_pass():
+    """An output without a tensor at its beginning is a ``TypeError`` that names the argument to give."""
+    student, teacher = nn.Identity(), nn.Identity()
+    with pytest.raises(TypeError, match=r"got dict; pass logits="):
+        DistillationLoss(student, teacher)({"loss": 1.0}, {"loss": 1.0})
+
+
 def test_a_refused_distillation_leaves_both_models_alone():
     """A layer that the teacher lacks is found before the teacher changes its mode and the student has hooks."""
     student, teacher = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3)).train()

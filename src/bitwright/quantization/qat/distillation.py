@@ -27,8 +27,8 @@ class DistillationLoss(nn.Module):
         temperature: softens both distributions; positive.
         layers: names of modules whose outputs are compared, or a mapping of them to weights; in the student and in the
             teacher. A graph-mode student has no such modules: use the logits there.
-        logits: picks the logits out of what a model returns; None for the output itself, its ``logits``, or its first
-            entry.
+        logits: picks the logits, classes along the last dimension, out of what a model returns; None for the output
+            itself, its ``logits``, or its first entry, of a mapping too.
 
     Raises:
         ValueError: the temperature is not positive, or a layer is in neither or only one of the models.
@@ -123,11 +123,27 @@ class _Keep:
         self.store, self.name = store, name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.store[self.name] = output[0] if isinstance(output, tuple) else output
+        self.store[self.name] = _first(output)
 
 
 def _find_logits(output: Any) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    found: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+    if isinstance(output, Mapping) and "logits" in output:
+        return _first(output["logits"])
+    return _first(getattr(output, "logits", output))
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Return a tensor, or the first entry of a sequence or mapping of them.
+
+    Raises:
+        TypeError: there is no tensor.
+    """
+    found = output
+    if isinstance(output, Mapping | Sequence) and len(output):
+        found = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(
+            f"Expected a tensor, or a mapping or sequence that begins with one, got {type(output).__name__}; pass "
+            "logits=... to pick the logits out of what the models return, and name layers that return tensors."
+        )
     return found

@@ -319,8 +319,8 @@ class FakeQuantizeForward(SwitchedModule):
         stateful = isinstance(calculator, StatefulQParamsCalculatorBase)
         if stateful and calculator._initialized and _is_in_backward():
             return self._recall.find(tensor) or self._stored(calculator)
-        if stateful and calculator._initialized and is_in_branch():  # where nothing may be stored
-            return self._stored(calculator)
+        if stateful and calculator._initialized and is_in_branch():
+            return self._in_branch(tensor, calculator)
         try:
             with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
                 qparams: QParams = calculator(tensor)
@@ -331,6 +331,17 @@ class FakeQuantizeForward(SwitchedModule):
             raise ValueError(f"{self.tensor_fqn}: {error}") from error
         if stateful and not torch.compiler.is_compiling() and self._may_be_repeated(calculator):
             self._recall.note(tensor, qparams)
+        return qparams
+
+    def _in_branch(self, tensor: torch.Tensor, calculator: Any) -> QParams:
+        """Return the parameters for a tensor inside of a branch, where nothing may be stored.
+
+        ``torch.cond`` saves what it reads for the backward, so none of it may be what a later call writes to.
+        """
+        if not is_plainly_static(calculator):
+            return self._stored(calculator)
+        tensor = tensor.detach()
+        qparams: QParams = calculator.compute_qparams(tensor, *calculator._get_min_and_max_val(tensor))
         return qparams
 
     def _may_be_repeated(self, calculator: Any) -> bool:
