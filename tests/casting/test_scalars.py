@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bitwright.casting import cast_fp32_to_fp16
-from bitwright.casting._comparisons import constant_threshold
+from bitwright.casting._comparisons import comparison_of, constant_threshold
 from bitwright.casting._numbers import narrow_tensor
 
 from .programs import check_metadata, dtype, export, find, node_dtypes, run
@@ -126,7 +126,9 @@ def test_thresholds_lie_between_the_narrowed_values(compare: Any, target: torch.
         for number in NUMBERS:
             graph = torch.fx.Graph()
             node = graph.call_function(compare, (graph.placeholder("mask"), number))
-            threshold, exact = constant_threshold(node, values, narrowed), compare(values, number)
+            comparison, exact = comparison_of(node, {}), compare(values, number)
+            assert comparison is not None
+            threshold = constant_threshold(comparison, values, narrowed)
             if threshold is None:
                 assert set(narrowed[exact].tolist()) & set(narrowed[~exact].tolist())
             else:
@@ -189,6 +191,49 @@ def test_mask_numbers_are_found_wherever_they_come_from(target: torch.dtype, ign
     inputs = (x.to(target), mask.clamp_min(torch.finfo(target).min).to(target))
     check_metadata(program, *inputs)
     assert [r.tolist() for r in run(program, *inputs)] == [r.tolist() for r in expected]
+
+
+@pytest.mark.parametrize(
+    ("target", "ignored"), [(torch.float16, None), (torch.bfloat16, None), (torch.float16, ATEN.lt)]
+)
+def test_thresholds_in_tensors_are_found_as_numbers_are(target: torch.dtype, ignored: object) -> None:
+    """On either side, of any shape that is spread, as constant, buffer or computed; a parameter is no number."""
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.tensor([-1e30]))
+            self.register_buffer("mask", torch.tensor([LOWEST, 0.0, 1.0]))
+            self.learned = nn.Parameter(torch.tensor(0.75))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            made, third = x.masked_fill(x > 1, LOWEST), torch.tensor(0.3)
+            lower = [made < torch.tensor(-1e30), made < self.held, made < self.held.expand(3), self.mask < self.held]
+            lower += [torch.full((), -1e30) > made, made < torch.full_like(x, LOWEST / 2), made <= -torch.tensor(1e30)]
+            lower += [made < torch.tensor(-1e30, dtype=torch.float64), x < third, third >= x, x < self.learned]
+            # A number that went into the mask lies where it did, also when it is not the lowest.
+            other, number = x.masked_fill(x > 1, -(2.0**127)), -(2.0**127)
+            lower += [other < number, other >= number, other < torch.tensor(number), other < -2e38, other <= number]
+            lower += [x.masked_fill(x > 1, -1e38) < torch.tensor(-1e38)]
+            return [torch.where(truth, 1.0, x) for truth in lower]
+
+    x = torch.tensor([0.5, 0.25, 2.0])
+    x[1] = torch.tensor(0.3).to(target).float()
+    program = export(Masks(), x, decompose=ignored is None)
+    expected = run(program, x)
+    cast_fp32_to_fp16(program, ignored, dtype=target)
+    check_metadata(program, x.to(target))
+    assert [r.tolist() for r in run(program, x.to(target))] == [r.tolist() for r in expected]
+    program.state_dict["learned"].data.fill_(0.0)
+    assert run(program, x.to(target))[10].tolist() == x.tolist()
+
+
+def test_a_threshold_that_became_a_number_is_not_said_to_stay(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.tensor([0.5, 2.0])
+    program = export(Wrapped(lambda x: x.masked_fill(x > 1, LOWEST) < torch.full((), -1e30)), x)
+    cast_fp32_to_fp16(program, example_inputs=(x,))
+    assert run(program, x.half())[0].tolist() == [False, True]
+    assert "stay in float32" not in caplog.text
 
 
 def test_numbers_beyond_the_format_are_compared_in_float32_with_what_is_computed_there() -> None:

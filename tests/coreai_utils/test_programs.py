@@ -526,3 +526,18 @@ def test_codes_of_small_weights_are_chosen_with_the_scales_that_half_precision_h
     halves = palettize_weights(_linear(weight, torch.float16), **options, enable_per_channel_scale=True)
     best = sqnr(weight.numpy(), _decoded(floats))
     assert sqnr(weight.numpy(), _decoded(halves, torch.float16)) > best - 1.5
+
+
+@pytest.mark.parametrize("lut_dtype", [DType.INT8, DType.FP8_E5M2])
+def test_small_channels_beside_large_ones_keep_their_digits_in_half_precision(lut_dtype: DType) -> None:
+    """The scale of a table that channels share, times that of a channel, is no number of float16."""
+    torch.manual_seed(0)
+    size = torch.logspace(-5, 0, OUT)[:, None]
+    weight = (torch.rand(OUT, IN) * 2 - 1) * size
+    options: dict[str, Any] = {"lut_dtype": lut_dtype, "n_bits": 6, "enable_per_channel_scale": True}
+    program = palettize_weights(_linear(weight, torch.float16), **options)
+    decoded = _decoded(program, torch.float16)
+    floats = _decoded(palettize_weights(_linear(weight.half().float()), **options))
+    for row in range(OUT):
+        exact = weight[row].half().float().numpy()
+        assert sqnr(exact, decoded[row]) > min(sqnr(exact, floats[row]), 29.0) - 1.5

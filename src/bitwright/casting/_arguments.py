@@ -56,7 +56,8 @@ def _may_share_undeclared(target: OpOverload[..., Any]) -> bool:
 
 def written_in_place(graph: Graph) -> set[Node]:
     """Return the tensors that are written to in a graph that is not functional, and all that may share their memory."""
-    return sharing_memory(argument for node in graph.nodes for argument in written_arguments(node))
+    writers = (node for node in graph.nodes if node.target != torch.ops.aten.detach_.default)
+    return sharing_memory(argument for node in writers for argument in written_arguments(node))
 
 
 def restrided_views(graph: Graph) -> list[Node]:

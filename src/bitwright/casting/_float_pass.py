@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ._arguments import bound_arguments
 from ._cleanup import CAST_OPS, cleanup_casts
-from ._comparisons import computed_threshold, narrow_constant, threshold_of
+from ._comparisons import is_comparison, narrow_constant
 from ._float_plan import IGNORED, FloatPlan, touches_float32
 from ._numbers import narrow_bound, narrow_scalar
 from ._operators import attribute_of, bounds_results, called_graphs, is_creation, op_name
@@ -38,7 +38,7 @@ def apply_float_plan(program: ExportedProgram, plan: FloatPlan) -> None:
     rewriter.run(_output_dtypes(program, plan))
     replace_state(program, narrowed)
     finish(program)
-    _report(plan)
+    _report(program, plan)
 
 
 class _GraphRewriter:
@@ -101,14 +101,12 @@ class _GraphRewriter:
 
     def _settle_threshold(self, node: Node) -> None:
         """Let a comparison of what is, or has been, 16-bit answer as it did before."""
-        threshold = threshold_of(node)
-        if threshold is None or (node in self._plan.kept and self._plan.compares_exactly(node)):
+        comparison = self._plan.comparisons.get(node)
+        if comparison is None or (node in self._plan.kept and self._plan.compares_exactly(comparison)):
             return
-        settled = self._plan.thresholds.get(node)
-        if settled is None:
-            settled = computed_threshold(node, threshold, self._plan.dtype)
-        if settled != threshold:
-            node.args = (node.args[0], settled, *node.args[2:])
+        settled = self._plan.thresholds[node]
+        if comparison.held is not None or settled != comparison.threshold:
+            comparison.settle(settled)
 
     def _narrow(self, node: Node) -> None:
         self._settle_threshold(node)
@@ -216,7 +214,7 @@ def _narrow_constants(node: Node, dtype: torch.dtype) -> tuple[tuple[Any, ...], 
 
 def _narrow_number(node: Node, name: str, value: float, dtype: torch.dtype) -> float:
     """Return what ``dtype`` holds for ``value``, the argument ``name`` of ``node``, by what it is to the operator."""
-    if threshold_of(node) is not None:
+    if is_comparison(node):
         return value
     if name != "alpha" and bounds_results(node):
         return narrow_bound(value, dtype)
@@ -251,10 +249,14 @@ def _written_input(spec: OutputSpec, stored: dict[str, Node], placeholders: dict
     return None
 
 
-def _report(plan: FloatPlan) -> None:
+def _report(program: ExportedProgram, plan: FloatPlan) -> None:
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    alive = {node for graph in graphs for node in graph.nodes}
     for node, reason in {**plan.kept, **plan.wide}.items():
+        if node not in alive:
+            continue
         _logger.log(logging.DEBUG if reason == IGNORED else logging.INFO, "%s stays in float32: %s", node.name, reason)
-    overflowing = [node.name for node, reason in plan.wide.items() if "example inputs" in reason]
+    overflowing = [node.name for node, reason in plan.wide.items() if "example inputs" in reason and node in alive]
     if overflowing:
         _logger.warning(
             "%d values overflow %s with the example inputs and stay in float32: %s.",

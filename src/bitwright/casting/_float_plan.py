@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -18,9 +18,17 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._arguments import restrided_views, sharing_memory, written_arguments, written_in_place
+from ._arguments import restrided_views, sharing_memory, written_arguments
 from ._cleanup import CAST_OPS, dtype_of
-from ._comparisons import compared_source, constant_threshold, is_only_compared, narrow_constant, threshold_of
+from ._comparisons import (
+    Comparison,
+    comparisons_of,
+    computed_threshold,
+    constant_threshold,
+    constants_of,
+    is_only_compared,
+    narrow_constant,
+)
 from ._intervals import Interval
 from ._numbers import fits_tensor, holds_mask_numbers, is_beyond, largest, loses_precision
 from ._operators import (
@@ -51,22 +59,24 @@ class FloatPlan:
         kept: nodes that compute in float32, and why.
         wide: nodes whose float32 value ``dtype`` cannot hold, and why.
         stay: placeholders whose tensors stay float32 although ``dtype`` could hold them.
-        thresholds: numbers with which comparisons answer for constants of ``dtype`` as they did in float32.
+        comparisons: orderings by a number.
+        thresholds: numbers with which they answer for values of ``dtype`` as they did in float32.
     """
 
     dtype: torch.dtype
     kept: dict[Node, str] = dataclasses.field(default_factory=dict)
     wide: dict[Node, str] = dataclasses.field(default_factory=dict)
     stay: set[Node] = dataclasses.field(default_factory=set)
+    comparisons: dict[Node, Comparison] = dataclasses.field(default_factory=dict)
     thresholds: dict[Node, float] = dataclasses.field(default_factory=dict)
 
     def native_float32(self, node: Node) -> bool:
         """Tell whether the value of ``node`` is computed or stored in float32."""
         return node in self.kept or node in self.wide or node in self.stay
 
-    def compares_exactly(self, node: Node) -> bool:
-        """Tell whether what the comparison ``node`` reads has never been 16-bit."""
-        return self.native_float32(node.all_input_nodes[0]) and self.native_float32(compared_source(node))
+    def compares_exactly(self, comparison: Comparison) -> bool:
+        """Tell whether what is compared has never been 16-bit."""
+        return self.native_float32(comparison.compared) and self.native_float32(comparison.source)
 
 
 class FloatPlanner:
@@ -135,30 +145,29 @@ class FloatPlanner:
                 verdicts[id(tensor)] = f"most of it lies below the normal numbers of {dtype}"
             elif spec.target in written and self._overflow(written[spec.target]):
                 verdicts[id(tensor)] = f"values beyond {dtype} are written to it"
-        verdicts |= self._plan_thresholds(program, written.keys())
+        verdicts |= self._plan_thresholds(program)
         for node, _, tensor in static_inputs(program):
             if id(tensor) in verdicts:
                 self._plan.wide[node] = verdicts[id(tensor)]
 
-    def _plan_thresholds(self, program: ExportedProgram, written: Collection[str]) -> dict[int, str]:
-        """Find the thresholds for constants; return the constants, by identity, that are only compared and lack one."""
-        changing = written_in_place(program.graph)
-        constants = {
-            node: tensor
-            for node, spec, tensor in static_inputs(program)
-            if tensor.dtype == torch.float32 and spec.target not in written and node not in changing
-        }
+    def _plan_thresholds(self, program: ExportedProgram) -> dict[int, str]:
+        """Find the thresholds of comparisons; return constants, by identity, that are only compared and lack one."""
+        constants = constants_of(program)
+        self._plan.comparisons = comparisons_of(program, constants)
         verdicts: dict[int, str] = {}
-        for node in program.graph.nodes:
-            source = compared_source(node) if threshold_of(node) is not None else None
-            if source not in constants:
+        for node, comparison in self._plan.comparisons.items():
+            if dtype_of(comparison.compared) != torch.float32:
                 continue
-            narrowed = narrow_constant(source, constants[source], self._plan.dtype)
-            threshold = constant_threshold(node, constants[source], narrowed)
-            if threshold is not None:
-                self._plan.thresholds[node] = threshold
-            elif is_only_compared(source):
-                verdicts[id(constants[source])] = f"{node.name} tells values apart that are one in {self._plan.dtype}"
+            values = constants.get(comparison.source)
+            threshold: float | None = None
+            if values is not None and values.dtype == torch.float32:
+                narrowed = narrow_constant(comparison.source, values, self._plan.dtype)
+                threshold = constant_threshold(comparison, values, narrowed)
+                if threshold is None and is_only_compared(comparison.source, self._plan.comparisons):
+                    verdicts[id(values)] = f"{node.name} tells values apart that are one in {self._plan.dtype}"
+            if threshold is None:
+                threshold = computed_threshold(comparison, self._plan.dtype, constants)
+            self._plan.thresholds[node] = threshold
         return verdicts
 
     def _plan_graph(self, graph: Graph, parameters: set[Node], buffers: set[Node]) -> None:
@@ -220,7 +229,9 @@ class FloatPlanner:
         """Say why ``node`` computes in float32; None when it need not."""
         if self._ignored(node):
             return IGNORED
-        wide = next((source for source in node.all_input_nodes if source in self._plan.wide), None)
+        comparison = self._plan.comparisons.get(node)
+        read = node.all_input_nodes if comparison is None else [comparison.compared]
+        wide = next((source for source in read if source in self._plan.wide), None)
         if wide is not None:
             return f"it reads {wide.name}, which stays float32: {self._plan.wide[wide]}"
         if reinterprets_bits(node):
@@ -229,11 +240,10 @@ class FloatPlanner:
             return "it computes with complex numbers"
         if lacks_16_bit_kernel(node):
             return f"PyTorch has no {self._plan.dtype} kernel for it"
-        threshold = threshold_of(node)
-        if threshold is None or not is_beyond(threshold, self._plan.dtype):
+        if comparison is None or not is_beyond(comparison.threshold, self._plan.dtype):
             return unsuitable_scalar(node, self._plan.dtype)
-        if self._plan.compares_exactly(node):
-            return f"it compares float32 numbers with {threshold!r}, beyond {self._plan.dtype}"
+        if self._plan.compares_exactly(comparison):
+            return f"it compares float32 numbers with {comparison.threshold!r}, beyond {self._plan.dtype}"
         return None
 
     def _graph_call_reason(self, node: Node) -> str | None:

@@ -65,20 +65,23 @@ def narrow_bound(value: float, dtype: torch.dtype) -> float:
     return float(narrow_bounds(torch.tensor(value, dtype=torch.float64), dtype))
 
 
-def narrow_threshold(value: float, dtype: torch.dtype, *, above: bool) -> float:
+def narrow_threshold(
+    value: float, dtype: torch.dtype, *, above: bool, stands_for: float = float(torch.finfo(torch.float32).max)
+) -> float:
     """Return a number of ``dtype`` with which its numbers compare as they do with ``value``.
 
     Args:
-        value: any number. The largest finite number of ``dtype`` lies beyond one that ``dtype`` does not hold, because
-            it stands for a mask number; it is the largest one of float32.
+        value: any number.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
         above: whether ``value`` itself is on the upper side, as for ``<`` and ``>=``; it is on the lower one for ``<=``
             and ``>``.
+        stands_for: magnitude of the mask number that the largest finite number of ``dtype`` is compared as, when
+            ``dtype`` does not hold ``value``.
     """
     if is_beyond(value, dtype):
         limit = math.copysign(largest(dtype), value)
-        if abs(value) >= largest(torch.float32):
-            return limit if abs(value) == largest(torch.float32) else math.copysign(math.inf, value)
+        if abs(value) >= stands_for:
+            return limit if abs(value) == stands_for else math.copysign(math.inf, value)
         return limit if above == (value > 0) else _neighbour(limit, 0.0, dtype)
     narrowed = narrow_scalar(value, dtype)
     if not math.isfinite(value):

@@ -65,7 +65,7 @@ _FACTORS_OF: Final = {
     "lerp": ("weight",),
 }
 #: Operators that make a tensor of one number, and those that hand it on as it is.
-_FILLED: Final = frozenset({"full", "full_like", "new_full", "scalar_tensor"})
+FILLED: Final = frozenset({"full", "full_like", "new_full", "scalar_tensor"})
 _HANDING_ON: Final = frozenset({"where", "expand", "view", "unsqueeze", "neg", "clone", "alias"})
 
 #: Operators that put a number into their result, or move their result by it.
@@ -233,7 +233,7 @@ def _is_multiplied(node: Node) -> bool:
 def _is_factor(node: Node, argument: str) -> bool:
     """Tell whether an argument of an operator, in place or not, multiplies or divides others."""
     name = op_name(node).removesuffix("_")
-    if name in _FILLED:
+    if name in FILLED:
         return _is_multiplied(node)
     return name in _PRODUCT_NAMES or argument in _FACTOR_ARGUMENTS or argument in _FACTORS_OF.get(name, ())
 

@@ -10,7 +10,7 @@ import torch
 
 from ._checks import bits, member, one_of, optional_dtype, positive
 from ._grids import Quantized, emit_scaled, quantize_tensor
-from ._ir import ELEMENT_TYPES, Builder, Emit, working_copy
+from ._ir import ELEMENT_TYPES, FLOAT_TYPES, Builder, Emit, working_copy
 from ._weights import Skipped, Weight, compress_weights
 from .common import CompressionGranularity, DType
 
@@ -258,19 +258,25 @@ def _emit(
 ) -> Any:
     if lut is None:
         dense = emit_indices(builder, palette, palette.lut, element_type)
-        if scale is None:
-            return dense
-        zero = builder.constant(torch.zeros_like(scale), element_type)
-        return builder.shift_scale(dense, builder.constant(scale, element_type), zero, zero)
+        return dense if scale is None else _emit_channel_scale(builder, dense, scale, element_type)
     dense = emit_indices(builder, palette, lut.codes, ELEMENT_TYPES[lut.dtype])
     per_group = dataclasses.replace(
         lut,
         scale=palette.spread(lut.scale.reshape(-1)),
         zero_point=palette.spread(lut.zero_point.reshape(-1)),
     )
-    if scale is not None:
-        per_group = _per_channel(per_group, scale, palette.axis)
-    return emit_scaled(builder, per_group, dense, element_type)
+    if scale is None:
+        return emit_scaled(builder, per_group, dense, element_type)
+    per_channel = _per_channel(per_group, scale, palette.axis)
+    if float(per_channel.scale.abs().amin()) >= float(torch.finfo(FLOAT_TYPES[element_type]).smallest_normal):
+        return emit_scaled(builder, per_channel, dense, element_type)
+    # The product of both scales would lose digits, or be zero, where each of them is held.
+    return _emit_channel_scale(builder, emit_scaled(builder, per_group, dense, element_type), scale, element_type)
+
+
+def _emit_channel_scale(builder: Builder, dense: Any, scale: torch.Tensor, element_type: str) -> Any:
+    zero = builder.constant(torch.zeros_like(scale), element_type)
+    return builder.shift_scale(dense, builder.constant(scale, element_type), zero, zero)
 
 
 def _per_channel(lut: Quantized, scale: torch.Tensor, axis: int) -> Quantized:
