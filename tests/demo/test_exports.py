@@ -13,6 +13,8 @@ from bitwright.cli import app
 from bitwright.demo import EXPORT_RECIPES, run_exports
 from bitwright.demo.digits import load_digits
 from bitwright.demo.exports import ExportResult, ExportRow, _codes_note, _dense_weights, _measured
+from bitwright.demo.run import DemoResult
+from bitwright.demo.run import _row as _demo_row
 from bitwright.demo.verification import Verified
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
@@ -132,3 +134,15 @@ def test_every_runtime_agrees(tmp_path):
         if row.accuracy is not None:
             assert abs(row.accuracy - row.prepared_accuracy) < 0.02
         assert row.equal or row.sqnr_db > (exact.sqnr_db - 6 if row.recipe == "w8a8" else 60), row
+
+
+def test_logits_that_are_equal_are_valid_json(tmp_path):
+    """A ratio that is infinite is no number of JSON."""
+    digits = load_digits()
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).eval()
+    logits = model(digits.test_images).detach()
+    rows = [_demo_row("same", model, digits, logits, 0.1), _demo_row("other", model, digits, logits + 1, 0.1)]
+    DemoResult([*rows, _demo_row("float32", model, digits, None, 0.1)]).save(tmp_path / "demo.json")
+    saved = json.loads((tmp_path / "demo.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert [row["equal"] for row in saved] == [True, False, None]
+    assert [row["sqnr_db"] is None for row in saved] == [True, False, True]

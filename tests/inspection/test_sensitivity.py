@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bitwright.inspection import SweepResult, sweep
+from bitwright.inspection._fingerprint import fingerprint
 from bitwright.palettization import KMeansPalettizerConfig
 from bitwright.pruning import MagnitudePrunerConfig
 from bitwright.quantization import QuantizationSpec, QuantizerConfig
@@ -212,3 +214,26 @@ def test_nothing_to_sweep() -> None:
     for wrong in ("w8", [CANDIDATES["w8"]], {"w8": "preset:w8"}):
         with pytest.raises(TypeError, match="dict from names to configurations"):
             sweep(make(), wrong, data())  # type: ignore[arg-type]
+
+
+def test_metrics_are_known_by_what_they_do(tmp_path: Path) -> None:
+    """Two functions of one name are two metrics; one that was made again, or counts its calls, is the same."""
+
+    def scaled(factor: float) -> Any:
+        calls: list[int] = []
+
+        def metric(output: Any, _: Any, tags: Any = None) -> float:
+            calls.append(1)
+            return factor * len(tags or {"a", "b"}) if output is not None else metric(output, _)
+
+        return metric
+
+    store, candidates = tmp_path / "sweep.jsonl", {"w8": CANDIDATES["w8"]}
+    first = sweep(make(), candidates, data(), store=store, metric=scaled(1.0))
+    assert sweep(make(), candidates, data(), store=store, metric=scaled(1.0)) == first
+    lambdas = [lambda output, _: 1.0, lambda output, _: 2.0]
+    for other in (scaled(2.0), partial(scaled(1.0), tags=[1]), *lambdas):
+        with pytest.raises(ValueError, match="another sweep"):
+            sweep(make(), candidates, data(), store=store, metric=other)
+    prints = [fingerprint(make(), {}, [], [], metric) for metric in lambdas]
+    assert prints[0] != prints[1]

@@ -303,3 +303,111 @@ def test_scores_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [(3, 4)] * 5 + [(1, 4)]
     assert parts.kl_divergence == pytest.approx(whole.kl_divergence)
     assert parts.top1_agreement == whole.top1_agreement
+
+
+class Remembering(nn.Module):
+    """Keeps its last output and the number of its calls in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.calls: int = 0
+        self.outputs: list[torch.Tensor] = []
+        self.table = {"sum": torch.zeros(4)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.outputs.append(self.linear(x) * self.calls)
+        self.table["sum"] += self.outputs[-1].mean(0)
+        self.last = self.outputs[-1]
+        return self.last + self.table["sum"]
+
+
+def test_models_that_keep_things_in_attributes() -> None:
+    """Extra runs leave no trace in numbers, lists, and tensors in dictionaries; new attributes are taken away."""
+    torch.manual_seed(0)
+    model = Remembering().eval()
+    compressed = copy.deepcopy(model)
+    with torch.no_grad():
+        compressed.linear.weight.add_(0.01)
+    report = compare(model, compressed, [data()] * 3, output_batches=3)
+    # it begins each batch with what the float model kept, and not with what the compressed one did
+    assert report.layers[0].output.sqnr_db == pytest.approx(report.end_to_end.error.sqnr_db, abs=1)
+    for one in (model, compressed):
+        assert (one.calls, len(one.outputs)) == (3, 3)
+    fresh = Remembering().eval()
+    fresh.load_state_dict(model.state_dict())
+    for mode in ("eager", "graph"):
+        (entry,) = sweep(fresh, {"w8": w8(mode)}, [data()] * 3).entries
+        assert entry.output.error.sqnr_db > (40 if mode == "eager" else 0)
+        assert (fresh.calls, fresh.outputs, hasattr(fresh, "last")) == (0, [], False)
+        assert not fresh.table["sum"].any()
+
+
+class CountingLayer(nn.Linear):
+    """A layer of which each call has another output."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_layers_that_count_their_calls() -> None:
+    """The compressed layer is run by itself, too; it counts what its model does, and not what calibration did."""
+    torch.manual_seed(0)
+    model = nn.Sequential(CountingLayer()).eval()
+    compressed: Any = prepared(model)
+    report = compare(model, compressed, [data()] * 3)
+    assert (float(model[0].calls), float(compressed[0].calls)) == (3, 3)
+    assert report.end_to_end.error.sqnr_db == pytest.approx(report.layers[0].isolated.sqnr_db)
+    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr(model, compressed), abs=1e-3)
+    a8 = QuantizerConfig(execution_mode="eager")
+    (entry,) = sweep(nn.Sequential(CountingLayer()).eval(), {"a8": a8}, [data()]).entries
+    assert entry.output.error.sqnr_db > 25
+
+
+class Returning(nn.Module):
+    """Returns a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("out", torch.zeros(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out.copy_(self.linear(x))
+
+
+def test_outputs_that_the_model_keeps() -> None:
+    """What was returned is what later runs write to."""
+    torch.manual_seed(0)
+    model = Returning().eval()
+    report = compare(model, prepared(model), [data()])
+    assert report.layers[0].output == report.end_to_end.error
+    batches = [data(), data() + 1]
+    (entry,) = sweep(model, {"w8": w8()}, batches).entries
+    plain = nn.Sequential(model.linear).eval()
+    assert entry.output == sweep(plain, {"w8": w8()}, batches).entries[0].output
+
+
+@MODES
+def test_complex_outputs_are_measured(mode: str) -> None:
+    """By real and imaginary parts, whose power is that of the signal; they are no scores of classes."""
+    torch.manual_seed(0)
+    plain, model = Head(lambda y: y).eval(), Head(torch.fft.fft).eval()
+    model.load_state_dict(plain.state_dict())
+    end = compare(model, prepared(model, mode), [data()]).end_to_end
+    assert end.error.sqnr_db == pytest.approx(compare(plain, prepared(plain, mode), [data()]).end_to_end.error.sqnr_db)
+    assert end.kl_divergence is None
+
+
+def test_outputs_without_numbers_are_said() -> None:
+    """A report with nothing on the output says so."""
+    model = Head(lambda y: y.argmax(-1)).eval()
+    report = compare(model, prepared(model), [data()])
+    assert report.end_to_end.error is None
+    assert report.notes[0].startswith("The output holds no floating-point tensor")

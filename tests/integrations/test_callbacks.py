@@ -431,3 +431,31 @@ def test_callbacks_by_hand(name):
     assert session.active
     session.end()
     assert quantizer.state_dict()["step_count"] == 1
+
+
+@needs_trainer
+def test_checkpoints_without_the_quantizers_state(tmp_path):
+    """The error names folder and file, training can begin again from another one, and files are written whole."""
+    from types import SimpleNamespace
+
+    from bitwright.integrations.transformers import QATCallback
+
+    quantizer, _ = make()
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=2)
+    callback = QATCallback(quantizer, resume_from=tmp_path / "checkpoint-2")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match=r"checkpoint-2' is no checkpoint .* no bitwright_quantizer\.json"):
+            callback.on_train_begin(args, state, None)
+    callback.on_save(args, state, None)
+    file = tmp_path / "checkpoint-2" / "bitwright_quantizer.json"
+    whole = file.read_text()
+    callback._session.state_dict = lambda: {"step_count": object()}
+    with pytest.raises(TypeError):
+        callback.on_save(args, state, None)
+    assert file.read_text() == whole
+    file.write_text(whole[:-5])
+    with pytest.raises(ValueError, match="does not hold a quantizer's state"):
+        callback.on_train_begin(args, state, None)
+    file.write_text(whole)
+    callback.on_train_begin(args, state, None)
+    callback.close()

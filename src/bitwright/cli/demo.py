@@ -45,7 +45,7 @@ def demo(
             f"{row.accuracy:.2%}",
             f"{row.bits_per_weight:.2f}",
             f"{row.bytes:,}",
-            "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
+            "equal" if row.equal else "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
             f"{row.seconds:.1f}",
         )
         for row in result.rows

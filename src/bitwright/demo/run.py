@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -30,8 +31,10 @@ class DemoRow:
         accuracy: share of the held-out digits that are recognised.
         bits_per_weight: packed bits of all parameters and buffers, divided by their number of elements.
         bytes: the packed bytes.
-        sqnr_db: power of the float model's logits over the power of the difference, in dB; None for the float model.
+        sqnr_db: power of the float model's logits over the power of the difference, in dB; None for the float model,
+            and where the two are equal bit for bit.
         seconds: time for preparing, calibrating, training and finalizing.
+        equal: whether the logits are the float model's bit for bit; None for the float model.
     """
 
     name: str
@@ -40,6 +43,7 @@ class DemoRow:
     bytes: int
     sqnr_db: float | None
     seconds: float
+    equal: bool | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class DemoResult:
     def save(self, path: Path) -> None:
         """Write the result as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
 
 
 def run_demo(*, epochs: int = 10, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> DemoResult:
@@ -91,12 +95,20 @@ def _row(name: str, model: nn.Module, digits: Digits, reference: torch.Tensor | 
     with torch.no_grad():
         logits = model(digits.test_images)
     size = bits_per_weight(model)
-    sqnr = None if reference is None else sqnr_db(reference, logits)
-    return DemoRow(name, accuracy(logits, digits.test_labels), size.bpw, size.total_bits // 8, sqnr, seconds)
+    found = None if reference is None else sqnr_db(reference, logits)
+    return DemoRow(
+        name=name,
+        accuracy=accuracy(logits, digits.test_labels),
+        bits_per_weight=size.bpw,
+        bytes=size.total_bits // 8,
+        sqnr_db=found if found is not None and math.isfinite(found) else None,
+        seconds=seconds,
+        equal=None if found is None else found == math.inf,
+    )
 
 
 def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio in dB, in float64."""
+    """Return the signal-to-quantization-noise ratio in dB, in float64; infinite for equal tensors."""
     signal = reference.double().square().sum()
     noise = (reference.double() - other.double()).square().sum()
     return float(10 * torch.log10(signal / noise))

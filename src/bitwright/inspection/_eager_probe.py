@@ -17,6 +17,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._lockstep import Stepper
 from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kept, kind_axis, outside_frames
+from ._state import States
 
 __all__ = ["EagerProbe"]
 
@@ -37,6 +38,9 @@ class EagerProbe(PairProbe):
         self._own = dict(reference.named_modules())
         self._other = dict(compressed.named_modules(remove_duplicate=False))
         self._find_layers()
+        alone = [site.name for site in self.layers if site.can_substitute]
+        self._states = {name: States(self._other[name], self._own[name]) for name in alone}
+        self._begun: dict[str, Any] = {}
 
     def run(self, inputs: Inputs, on_layer: LayerHook) -> tuple[Any, Any]:
         """Run the models in two threads that take turns; see the base class."""
@@ -159,6 +163,14 @@ class EagerProbe(PairProbe):
 
             return hook
 
+        def begin_of(site: LayerSite) -> Any:
+            def hook(_: nn.Module, args: Any) -> None:
+                if threading.get_ident() == thread and self.recording:
+                    with outside_frames():
+                        self._begun[site.name] = self._states[site.name].copied()
+
+            return hook
+
         def hook_of(site: LayerSite) -> Any:
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 if threading.get_ident() != thread or not self._watching(modules):
@@ -179,6 +191,10 @@ class EagerProbe(PairProbe):
                 for site in watched
                 if site.can_substitute
             ]
+        else:
+            handles += [
+                modules[site.name].register_forward_pre_hook(begin_of(site)) for site in watched if site.can_substitute
+            ]
         try:
             yield
         finally:
@@ -189,12 +205,18 @@ class EagerProbe(PairProbe):
         return modules is self._own or self.recording
 
     def _isolated(self, site: LayerSite, args: Any, kwargs: Any) -> Any:
+        """Run a compressed layer by itself: from what it kept when its last call began, and without a trace."""
         if not site.can_substitute:
             return None
+        states = self._states[site.name]
+        end = states.copied()
         before, self.recording = self.recording, False
         try:
-            return self._other[site.name](*args, **kwargs)
+            states.put_back(self._begun.get(site.name, end))
+            output = self._other[site.name](*args, **kwargs)
+            return kept(output) if end.tensors else output  # it may be what the layer keeps
         finally:
+            states.put_back(end)
             self.recording = before
 
 

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._probe import float_tensors
+from ._probe import float_tensors, measured_tensors
 from .metrics import MASKED, PIECE, ErrorAccumulator, parts_of
 from .report import EndToEnd
 
 __all__ = ["OutputStatistics"]
+
+_NO_NUMBERS = (
+    "The output holds no floating-point tensor, so that nothing was measured at the output. Does forward return "
+    "integers, or an object of another class than tuples, lists, mappings and data classes?"
+)
 
 
 class OutputStatistics:
@@ -44,8 +49,9 @@ class OutputStatistics:
                 self.error.update(expected, found)
             except ValueError as error:
                 raise ValueError(f"The model's output: {error}. Are these two forms of the same model?") from error
-        if all(tensors) and tensors[0][0].ndim and tensors[0][0].shape[-1] > 1:
-            self._add_rows(tensors[0][0].detach(), tensors[1][0].detach())
+        rows = [tensor for output in (reference, compressed) if (tensor := _scores_of(output)) is not None]
+        if len(rows) == 2:
+            self._add_rows(*rows)
         if self.metric is not None:
             number = len(self.scores[0]) + 1
             for scores, output, model in zip(
@@ -70,6 +76,10 @@ class OutputStatistics:
             metric_compressed=_mean(self.scores[1]),
         )
 
+    def notes(self) -> list[str]:
+        """Return what could not be measured."""
+        return [] if self.error.batches else [_NO_NUMBERS]
+
     def _add_rows(self, reference: torch.Tensor, compressed: torch.Tensor) -> None:
         classes = reference.shape[-1]
         pairs = (parts_of(scores.reshape(-1, classes), PIECE // classes) for scores in (reference, compressed))
@@ -85,6 +95,12 @@ class OutputStatistics:
         self.measured_rows += len(divergences)
         self.rows += len(first)
         self.agreeing += int((first.argmax(-1) == second.argmax(-1)).sum())
+
+
+def _scores_of(output: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor of an output, if its rows may be scores of several classes."""
+    first = next((tensor for tensor in measured_tensors(output) if tensor.is_floating_point()), None)
+    return first.detach() if first is not None and first.ndim and first.shape[-1] > 1 else None
 
 
 def _mean(values: list[float]) -> float | None:

@@ -22,6 +22,7 @@ from ._batches import dynamic_shapes
 from ._graph_pair import GraphPair
 from ._graph_run import GraphRun
 from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, float_tensors
+from ._state import states_preserved
 
 __all__ = ["GraphProbe"]
 
@@ -133,7 +134,8 @@ class GraphProbe(PairProbe):
         kind = _kind_of(inputs)
         if kind not in self._pair_by_kind:
             self._other.check(inputs)
-            self._pair_by_kind[kind] = self._pair_that_holds(inputs)
+            with states_preserved(self._model):
+                self._pair_by_kind[kind] = self._pair_that_holds(inputs)
         return self._pair_by_kind[kind]
 
     def _pair_that_holds(self, inputs: Inputs) -> GraphPair:

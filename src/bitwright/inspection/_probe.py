@@ -25,6 +25,7 @@ __all__ = [
     "is_plain",
     "kept",
     "kind_axis",
+    "measured_tensors",
     "outside_frames",
 ]
 
@@ -153,12 +154,20 @@ def kept(value: Any) -> Any:
 
 
 def float_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors of a module's output, in order."""
+    """Return the floating-point tensors of a module's output, in order; of complex ones, both parts."""
+    found: list[torch.Tensor] = []
+    for tensor in measured_tensors(output):
+        found += [tensor.real, tensor.imag] if tensor.is_complex() else [tensor]
+    return found
+
+
+def measured_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point and complex tensors of a module's output, in order."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(output):
         if not isinstance(leaf, torch.Tensor):
-            found += float_tensors(parts) if (parts := _parts(leaf)) is not None else []
-        elif leaf.is_floating_point():
+            found += measured_tensors(parts) if (parts := _parts(leaf)) is not None else []
+        elif leaf.is_floating_point() or leaf.is_complex():
             found.append(leaf)
     return found
 

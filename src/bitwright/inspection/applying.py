@@ -19,6 +19,7 @@ from bitwright.program.export_errors import blaming_inputs
 
 from ._batches import batches_of, dynamic_shapes, example_of, inputs_of
 from ._probe import Inputs
+from ._state import states_preserved
 from .fidelity import Progress
 
 __all__ = ["AppliedConfig", "apply_configs", "compressor_for", "plan_config"]
@@ -86,8 +87,9 @@ def apply_configs(
 ) -> AppliedConfig:
     """Apply configurations one after the other to a copy of a model.
 
-    Activations are calibrated with all of ``data``; pruning by scores that need data is, too. In graph mode sizes that
-    differ among the batches may vary, as well as the batch size.
+    Activations are calibrated with all of ``data``; pruning by scores that need data is, too. What forward keeps from
+    call to call, in buffers and attributes, is not kept from calibration. In graph mode sizes that differ among the
+    batches may vary, as well as the batch size.
 
     Args:
         model: the float model; it is not changed.
@@ -123,7 +125,8 @@ def apply_configs(
             compressor, current = _prepared(compressor, config, example, shapes, strict)
         plan = compressor.applied_plan if hasattr(compressor, "applied_plan") else compressor._plan
         if _needs_data(plan):
-            _calibrate(compressor, current, batches, model, say)
+            with states_preserved(current, model):
+                _calibrate(compressor, current, batches, model, say)
         compressors.append(compressor)
         plans.append(plan)
     return AppliedConfig(_in_eval_mode(current), tuple(compressors), tuple(plans))

@@ -17,10 +17,10 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 from ._batches import batches_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._evidence import Evidence, activation_evidence, problems_of, usual_evidence, weight_evidence
-from ._probe import Inputs, LayerSite, PairProbe, float_tensors, outside_frames
+from ._probe import Inputs, LayerSite, PairProbe, float_tensors, kept, outside_frames
 from ._ranges import CodeUse, code_range, code_use
 from ._sizes import StoredSize, is_compressed, stored_sizes
-from ._state import Buffers
+from ._state import States
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 
@@ -46,7 +46,9 @@ def compare(
     """Say what compression did to every layer and to the output.
 
     Both models run side by side, one layer at a time, so that only the activations of one layer are held at once, and
-    only sums and histograms from batch to batch. What forward writes to buffers is what one call for each batch writes.
+    only sums and histograms from batch to batch. What forward writes to buffers and attributes is what one call for
+    each batch writes; what it keeps in objects of other classes than dictionaries, lists, sets and queues, the extra
+    runs of single layers change, too.
 
     Args:
         float_model: the model before compression. For an eager compressor, which works in place, keep a copy of it.
@@ -84,14 +86,13 @@ def compare(
         for model in (float_model, compressed_model):
             stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
-        names = {name for name, _ in float_model.named_buffers(remove_duplicate=False)}
-        buffers = [Buffers(model, names) for model in (float_model, compressed_model)]
+        states = [States(model, float_model) for model in (float_model, compressed_model)]
         feed = batches_of(data, batches)
         first = next(feed)
         example = inputs_of(first, float_model)
         with blaming_inputs(float_model, example.args, example.kwargs):
             probe = make_probe(float_model, compressed_model, example)
-        survey = Survey(probe, float_model, buffers, metric, output_batches, progress or (lambda _: None))
+        survey = Survey(probe, float_model, states, metric, output_batches, progress or (lambda _: None))
         stack.enter_context(survey.watch_activations())
         survey.add(first)
         for batch in feed:
@@ -147,7 +148,7 @@ class Survey:
     Args:
         probe: runs the models.
         model: the float model, for its signature.
-        buffers: those of both models, which forward may write to; extra runs leave no trace in them.
+        states: those of both models, which forward may write to; extra runs leave no trace in them.
         metric: the user's metric.
         output_batches: batches for each layer's own effect on the output.
         progress: called with what is being done.
@@ -157,14 +158,14 @@ class Survey:
         self,
         probe: PairProbe,
         model: nn.Module,
-        buffers: Sequence[Buffers],
+        states: Sequence[States],
         metric: Metric | None,
         output_batches: int,
         progress: Progress,
     ) -> None:
         self.probe = probe
         self.model = model
-        self.buffers = buffers
+        self.states = states
         self.output_batches = output_batches
         self.progress = progress
         self.batches = 0
@@ -177,25 +178,26 @@ class Survey:
         self.progress(f"batch {self.batches + 1}")
         inputs = inputs_of(batch, self.model)
         alone = self.batches < self.output_batches
-        begin = [buffers.copied() for buffers in self.buffers] if alone else []
+        begin = [states.copied() for states in self.states] if alone else []
         with blaming_inputs(self.model, inputs.args, inputs.kwargs):
             reference, compressed = self.probe.run(inputs, self._on_layer)
         self.outputs.add(reference, compressed, batch)
         if alone:
-            end = [buffers.copied() for buffers in self.buffers]
+            end = [states.copied() for states in self.states]
+            expected = kept(float_tensors(reference))  # it may be what the model keeps
             for number, site in enumerate(self.probe.layers, 1):
                 self.progress(f"effect on the output: layer {number} of {len(self.probe.layers)}, {site.name}")
                 self._put_back(begin)
                 output = self.probe.run_with_only(site, inputs) if site.can_substitute else None
                 if output is not None:
-                    _add_all(self.sites[site.name].output, reference, output, site.name)
+                    _add_all(self.sites[site.name].output, expected, output, site.name)
             self._put_back(end)
         self.free_memory.release()
         self.batches += 1
 
-    def _put_back(self, kept: Sequence[Any]) -> None:
-        for buffers, content in zip(self.buffers, kept, strict=True):
-            buffers.put_back(content)
+    def _put_back(self, content: Sequence[Any]) -> None:
+        for states, held in zip(self.states, content, strict=True):
+            states.put_back(held)
 
     @contextmanager
     def watch_activations(self) -> Iterator[None]:
@@ -225,7 +227,7 @@ class Survey:
             end_to_end=self.outputs.result(),
             bytes_before=sum(sizes[0].values()),
             bytes_after=sum(sizes[1].values()),
-            notes=tuple(self.probe.notes),
+            notes=(*self.probe.notes, *self.outputs.notes()),
         )
 
     def _on_layer(self, site: LayerSite, reference: Any, isolated: Any, accumulated: Any) -> None:

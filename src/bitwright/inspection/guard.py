@@ -27,7 +27,7 @@ from ._checks import (
     check_statistics,
     finding_layers,
 )
-from ._state import buffers_preserved
+from ._state import states_preserved
 from .diagnostics import DamageError, DamageWarning, Finding
 from .fidelity import Metric, Progress, compare, evaluating
 from .report import FidelityReport
@@ -99,9 +99,8 @@ def guard(
     batches = list(batches_of(data))
     report = compare(float_model, compressed_model, batches, metric=metric, progress=progress)
     watch = PeakWatch(compressed_model)
-    names = {name for name, _ in float_model.named_buffers(remove_duplicate=False)}
     try:
-        with evaluating(compressed_model), torch.no_grad(), buffers_preserved(compressed_model, names):
+        with evaluating(compressed_model), torch.no_grad(), states_preserved(compressed_model, float_model):
             for batch in batches:
                 inputs = inputs_of(batch, float_model).copied()
                 compressed_model(*inputs.args, **inputs.kwargs)

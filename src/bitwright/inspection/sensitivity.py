@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
-import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from bitwright.config import CompressionConfig
 from bitwright.program.export_errors import blaming_inputs
 
 from ._batches import batches_of, example_of, inputs_of
 from ._end_to_end import OutputStatistics
-from ._probe import LayerSite, PairProbe
+from ._fingerprint import fingerprint
+from ._probe import LayerSite, PairProbe, kept
 from ._sizes import stored_sizes
-from ._state import buffers_preserved
+from ._state import states_preserved
 from .applying import apply_configs
 from .fidelity import Metric, Progress, evaluating, make_probe, under_all_names
 from .metrics import SQNR_LIMIT_DB, _Report
@@ -145,12 +142,12 @@ def sweep(
         raise ValueError("There is nothing to sweep: give at least one candidate configuration.")
     batches = list(batches_of(data))
     calibrating = batches if calibration is None else list(batches_of(calibration))
-    done = _Store(store, "" if store is None else _fingerprint(model, candidates, batches, calibrating, metric))
+    done = _Store(store, "" if store is None else fingerprint(model, candidates, batches, calibrating, metric))
     clock = _Clock(len(candidates), progress or (lambda _: None))
     entries: list[SweepEntry] = []
     with evaluating(model), torch.no_grad():
-        with buffers_preserved(model):
-            references = [_run(model, batch) for batch in batches]
+        with states_preserved(model):
+            references = [kept(_run(model, batch)) for batch in batches]
         for name, config in candidates.items():
             if done.is_complete(name):
                 entries += done.of(name)
@@ -166,7 +163,7 @@ def sweep(
                 entry = done.get(name, site.name)
                 if entry is None:
                     clock.say(f"{name}: {site.name}")
-                    with buffers_preserved(model):
+                    with states_preserved(model), states_preserved(applied.model, model):
                         outputs = _measure(probe, site, model, batches, references, metric)
                     entry = _entry(site, name, outputs, model, sizes)
                     done.add(entry)
@@ -329,62 +326,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def _fingerprint(
-    model: nn.Module,
-    candidates: Mapping[str, CompressionConfig[Any]],
-    batches: list[Any],
-    calibration: list[Any],
-    metric: Metric | None,
-) -> str:
-    """A hash of the model, configurations, data, and the metric's name."""
-    digest = hashlib.sha256()
-    digest.update(_shown(model))
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        _hash(digest, value)
-    for name, config in candidates.items():
-        digest.update(f"{name}{type(config).__name__}".encode())
-        digest.update(config.to_json(indent=None).encode())
-    _hash(digest, batches)
-    if calibration is not batches:
-        _hash(digest, calibration)
-    if metric is not None:
-        digest.update(str(getattr(metric, "__qualname__", type(metric).__qualname__)).encode())
-    return digest.hexdigest()
-
-
-def _hash(digest: Any, value: Any) -> None:
-    """Hash tensors and arrays by dtype, shape and content, containers by their parts, anything else as it prints."""
-    if isinstance(value, torch.Tensor):
-        _hash_tensor(digest, value)
-        return
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-        return
-    if isinstance(value, Mapping):
-        value = [part for pair in value.items() for part in pair]
-    leaves, spec = tree_flatten(value, is_leaf=lambda entry: isinstance(entry, Mapping))
-    if len(leaves) == 1 and leaves[0] is value:
-        digest.update(_shown(value))
-        return
-    digest.update(str(spec).encode())
-    for leaf in leaves:
-        _hash(digest, leaf)
-
-
-def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
-    digest.update(f"{tensor.layout}{tensor.dtype}{tuple(tensor.shape)}".encode())
-    if tensor.layout != torch.strided:
-        sparse = tensor.detach().to_sparse().coalesce()
-        _hash_tensor(digest, sparse.indices())
-        _hash_tensor(digest, sparse.values())
-        return
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    digest.update(data.view(torch.uint8).numpy() if data.numel() else b"")
-
-
-def _shown(value: Any) -> bytes:
-    """How an object prints, without addresses, which differ from run to run."""
-    return re.sub(r"\b0x[0-9a-f]+", "", repr(value)).encode()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright._utils.files import write_text_atomically
 from bitwright.errors import BitwrightWarning
 from bitwright.quantization import Quantizer
 
@@ -43,7 +44,9 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
             ``trainer.train(resume_from_checkpoint=...)`` names a folder that is not in ``output_dir``.
 
     Raises:
-        ValueError: the Trainer is told to checkpoint gradients of a model that cannot, such as a graph module.
+        ValueError: the Trainer is told to checkpoint gradients of a model that cannot, such as a graph module; or, when
+            training begins, a checkpoint's file with the quantizer's state is cut off.
+        FileNotFoundError: ``resume_from`` has no such file when training begins.
     """
 
     def __init__(self, quantizer: Quantizer, resume_from: str | Path | None = None) -> None:
@@ -69,9 +72,9 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Enter training mode, from the state that a checkpoint has where training is resumed; observe nothing yet."""
         folder = self._resume_from or _resumed_from(args, state)
-        self._resume_from = None
         if folder is not None:
-            self._session.load_state_dict(json.loads((folder / _FILE).read_text()))
+            self._session.load_state_dict(_state_in(folder))
+            self._resume_from = None
         elif state.global_step and self._session.quantizer.has_schedule:
             warnings.warn(
                 f"Training goes on at step {state.global_step}, and no checkpoint with {_FILE} was found: the "
@@ -95,8 +98,7 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
         """Write the quantizer's state beside the checkpoint."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if getattr(state, "is_world_process_zero", True):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _FILE).write_text(json.dumps(self._session.state_dict()) + "\n")
+            write_text_atomically(folder / _FILE, json.dumps(self._session.state_dict()) + "\n")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave training mode."""
@@ -105,6 +107,22 @@ class QATCallback(TrainerCallback):  # type: ignore[misc]
     def close(self) -> None:
         """Leave training mode, as ``trainer.train()`` does at its end, where an error or Ctrl-C has ended it."""
         self._session.end()
+
+
+def _state_in(folder: Path) -> dict[str, Any]:
+    """Read the quantizer's state from a checkpoint folder."""
+    try:
+        state: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"{str(folder)!r} is no checkpoint with a quantizer's state: it has no {_FILE}, which QATCallback writes "
+            "to each checkpoint-N folder. Pass such a folder as resume_from, or leave it out to begin anew."
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{str(folder / _FILE)!r} does not hold a quantizer's state: {error}. Resume from another checkpoint."
+        ) from error
+    return state
 
 
 def _resumed_from(args: Any, state: Any) -> Path | None:
