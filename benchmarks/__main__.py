@@ -24,6 +24,7 @@ medians.
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -32,8 +33,11 @@ HERE = Path(__file__).parent
 SCRIPTS = sorted(p.stem for p in HERE.glob("*.py") if not p.stem.startswith("_") and "__name__" in p.read_text())
 
 
-def main(names: list[str]) -> None:
-    """Run the scripts called ``names``, or all of them."""
+def main(arguments: list[str]) -> None:
+    """Run the scripts called so, or all of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks one after the other.")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(SCRIPTS)}; all if none is given")
+    names = parser.parse_args(arguments).names
     unknown = sorted(set(names) - set(SCRIPTS))
     if unknown:
         raise SystemExit(f"No such benchmark: {', '.join(unknown)}. There are {', '.join(SCRIPTS)}.")

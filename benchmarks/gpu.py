@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _kernels_cases import CASES, Case, build, mode
 from _measure import Side, alternate, ratio, write_json
-from kernels_cases import CASES, Case, build, mode
 from torch import nn
 from training import GPT, ResNet, learning
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _kernels_cases import CASES, Case, build, mode
 from _measure import Side, Timing, Worker, alternate, ratio, timed, write_json
-from kernels_cases import CASES, Case, build, mode
 
 HERE = Path(__file__).parent
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels.json")
     options = parser.parse_args()
     interpreter = os.environ.get("BITWRIGHT_PEER_PYTHON")
-    peer = Worker(interpreter, HERE / "kernels_cases.py", "coreai_opt") if interpreter else None
+    peer = Worker(interpreter, HERE / "_kernels_cases.py", "coreai_opt") if interpreter else None
     results = []
     for threads in options.threads:
         print(f"{threads} thread(s): minimum/median/maximum, over the limit, faster than the peer")

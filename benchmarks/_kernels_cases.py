@@ -1,6 +1,6 @@
 """The cases of ``kernels.py``, built from the public classes of either package. Also the worker in the peer's process.
 
-Usage as a worker: python kernels_cases.py coreai_opt
+Usage as a worker: python _kernels_cases.py coreai_opt
 """
 
 from __future__ import annotations
