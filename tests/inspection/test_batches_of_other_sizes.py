@@ -158,12 +158,15 @@ def test_sweep_of_a_model_that_fixes_sizes() -> None:
     assert len(sweep(model, {"w4": W4_EAGER}, batches).entries) == 2
 
 
-def test_graphs_that_pass_the_check_of_their_sizes_and_do_not_hold() -> None:
-    """The float model is what the float model computes, not its graph for even lengths."""
-    model, batches = seeded(OddOrEven), frames((4, 6), (4, 5), (4, 8), (4, 7))
+def test_lengths_for_which_a_model_takes_another_branch() -> None:
+    """They are refused as a call of the compressed model refuses them; the others are compared."""
+    model, batches = seeded(OddOrEven), frames((4, 6), (4, 8), (4, 5))
     compressed = Quantizer(model, W4).prepare((batches[0],), dynamic_shapes=({0: AUTO, 1: AUTO},))
-    report = compare(model, compressed, batches)
-    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr_of(model, compressed, batches), abs=0.01)
+    report = compare(model, compressed, batches[:2])
+    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr_of(model, compressed, batches[:2]), abs=0.01)
+    for refused in (lambda: compressed(batches[2]), lambda: compare(model, compressed, batches)):
+        with pytest.raises(ValueError, match=r"(?s)came x\.shape\[1\] = 5.*x\.shape\[1\] % 2 == 0"):
+            refused()
 
 
 def test_models_with_a_memory_are_told_of() -> None:

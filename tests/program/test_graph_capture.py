@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import pickle
 import re
 from collections.abc import Callable
@@ -380,6 +381,20 @@ class Neighbours(nn.Module):
         return both if other is None else both + other[:, ::2]
 
 
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "is even": lambda rows: rows % 2 == 0,
+    "is not five": lambda rows: rows != 5,
+    "is a power of two": lambda rows: rows & (rows - 1) == 0,
+    "is more than": lambda rows: 2 * rows > 5,
+}
+
+
+def _branches(s: Any, x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[0] // 2
+    y = torch.cat([x[:half] + x[half : 2 * half], x[2 * half :]])
+    return y if ASKED[s.asks](x.shape[0]) else -y
+
+
 class TestSizesOfParts:
     """A part of a dynamic size may be 1 where torch.export takes it for another number."""
 
@@ -424,6 +439,25 @@ class TestSizesOfParts:
         with pytest.raises(TraceError, match="Constraints violated"):
             capture_graph(Lambda(branch), (torch.randn(2, 8),), dynamic_shapes=shapes)
 
+    @pytest.mark.parametrize("asks", ASKED)
+    def test_sizes_with_another_branch_are_refused(self, asks: str) -> None:
+        """A free size does not bind the branch that was captured; the error shows the line, in copies and pickles too.
+
+        What torch asks for itself, here whether a half is one row, binds nothing.
+        """
+        model = Lambda(_branches)
+        model.asks = asks
+        graph, _ = capture_graph(model, (torch.randn(4, 4),), dynamic_shapes=(({0: torch.export.Dim.AUTO},),))
+        for module in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            for rows in range(2, 9):
+                x = torch.randn(rows, 4)
+                if ASKED[asks](rows) == ASKED[asks](4):
+                    assert torch.equal(module(x), model(x))
+                else:
+                    line = re.escape("return y if ASKED[s.asks](x.shape[0]) else -y")
+                    with pytest.raises(ValueError, match=rf"args_0\.shape\[0\] = {rows}\.(?s:.*){line}"):
+                        module(x)
+
 
 def test_the_model_is_left_alone() -> None:
     """Modes, buffers, hooks and random state are as before."""
@@ -449,8 +483,9 @@ class _Named(nn.Module):
         return getattr(self, self.name)(x)
 
 
-@pytest.mark.parametrize("name", ["code", "twin", "input_check"])
+@pytest.mark.parametrize("name", ["code", "twin", "input_check", 'a"b', "a\nb", "a\\nb"])
 def test_submodules_may_have_the_names_of_a_graph_modules_attributes(name: str) -> None:
+    """And any other, with quotes, line breaks and backslashes in them."""
     model = _Named(name)
     x = torch.randn(2, 4)
     module, _ = capture_graph(model, (x,))
@@ -464,6 +499,18 @@ def test_submodules_may_have_the_names_of_a_graph_modules_attributes(name: str) 
 def test_names_that_a_graph_module_cannot_do_without_are_told(name: str) -> None:
     with pytest.raises(TraceError, match=rf"'{name}' \(it holds '{name}.weight'\).*Rename.*eager"):
         capture_graph(_Named(name), (torch.randn(2, 4),))
+
+
+def test_graphs_with_memory_formats_are_saved() -> None:
+    """``torch.save`` writes pickles of a protocol in which torch's memory formats fail."""
+    x = torch.randn(2, 3, 4, 4)
+    module, _ = capture_graph(Lambda(lambda s, x: x.contiguous(memory_format=torch.channels_last) * 2), (x,))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), 2 * x)
+    assert loaded(x).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_generated_code_calls_torchs_functions_and_the_graph_keeps_the_ops() -> None:

@@ -38,6 +38,17 @@ class _OpReference:
 
 
 @dataclass(frozen=True, slots=True)
+class _MemoryFormatReference:
+    """``torch.channels_last`` and its like by name, as the pickles that ``torch.save`` writes cannot hold them."""
+
+    name: str
+
+    def resolve(self) -> torch.memory_format:
+        found: torch.memory_format = getattr(torch, self.name)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class _NodeRecord:
     op: str
     name: str
@@ -143,11 +154,13 @@ def _encode(target: Any) -> Any:
         return _OpReference(namespace, name, target._overloadname)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _OpReference("higher_order", target.__name__, None)
+    if isinstance(target, torch.memory_format):
+        return _MemoryFormatReference(str(target).removeprefix("torch."))
     return target
 
 
 def _decode(target: Any) -> Any:
-    return target.resolve() if isinstance(target, _OpReference) else target
+    return target.resolve() if isinstance(target, _OpReference | _MemoryFormatReference) else target
 
 
 def _encode_tree(spec: TreeSpec) -> Any:

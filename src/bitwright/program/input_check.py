@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .batch_dependence import computes_with_sizes
 from .other_batches import changed_sizes, holds_for_batches_of
+from .size_conditions import SizeCondition
 
 __all__ = ["Dimension", "InputCheck", "InputShape", "Origin"]
 
@@ -114,18 +115,21 @@ class InputCheck:
         parameters: names of forward's arguments, in order.
         shapes: one entry for each flattened input.
         origin: the model, which is asked whether it computes with the size of the batch.
+        conditions: what must be true of sizes that vary.
     """
 
     parameters: tuple[str, ...]
     shapes: tuple[InputShape, ...]
     origin: Origin
+    conditions: tuple[SizeCondition, ...] = ()
 
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of a call of ``module``.
 
         Raises:
-            ValueError: an input has another shape than the graph was captured for, or is another number, flag or
-                string; names the input, and says what was captured and what came.
+            ValueError: an input has another shape than the graph was captured for, or one for which the model takes
+                another branch, or is another number, flag or string; names the input, and says what was captured and
+                what came.
         """
         if torch.compiler.is_compiling():
             return
@@ -149,8 +153,19 @@ class InputCheck:
                 continue
             if not _fits(expected.dimensions, tuple(leaf.shape), seen):
                 if self._holds_all_the_same(module, leaves):
-                    return
+                    break
                 raise _misfit(expected, expected.dimensions, tuple(leaf.shape))
+        for condition in self.conditions:
+            if not condition.holds(seen):
+                raise condition.refusal(seen, self._names_of_symbols())
+
+    def _names_of_symbols(self) -> dict[str, str]:
+        """What to call the sizes that vary: the first dimension of an input that is one."""
+        found: dict[str, str] = {}
+        for shape in self.shapes:
+            for place, dimension in enumerate(shape.dimensions or ()):
+                found.setdefault(dimension.symbol, f"{shape.name}.shape[{place}]")
+        return found
 
     def _holds_all_the_same(self, module: nn.Module, leaves: Sequence[Any]) -> bool:
         """Whether the inputs differ in the size of the batch alone, and the graph is one for any; found once."""

@@ -22,6 +22,7 @@ from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape, Origin
 from .keyword_names import keywords_read
+from .size_conditions import conditions_on_sizes
 
 __all__ = ["reserved_state", "unlift"]
 
@@ -195,7 +196,7 @@ def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module) -
     shapes = tuple(
         InputShape(name, _dimensions(node.meta.get("val"), ranges), constants.get(name)) for node, name in names.items()
     )
-    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, Origin(model))
+    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, Origin(model), conditions_on_sizes(exported))
 
 
 def _dimensions(value: Any, ranges: dict[str, Any]) -> tuple[Dimension, ...] | None:
