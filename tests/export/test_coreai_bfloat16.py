@@ -49,6 +49,19 @@ class Sums(nn.Module):
         return y, torch.cat([y.abs()] * 16, -1).cumsum(-1)
 
 
+class Normed(nn.Module):
+    """A layer, a parameter that has its length apart, as weight normalization has it, and norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.direction, self.length = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.rand(1, 6))
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y + torch._weight_norm(self.direction, self.length, 1), (1e3 * y).norm(dim=1), y.norm(1, dim=2)
+
+
 def _convolutions():
     norms = [nn.BatchNorm2d(8), nn.BatchNorm2d(8)]
     for norm in norms:
@@ -60,6 +73,7 @@ def _convolutions():
 NETWORKS = {
     "batch norms": lambda: (_convolutions(), torch.randn(2, 3, 8, 8)),
     "filled": lambda: (Filled(), torch.randn(4, 32)),
+    "normed": lambda: (Normed(), torch.randn(2, 4, 8)),
     "sums": lambda: (Sums(), torch.randn(2, 4, 1024)),
     "recurrent": lambda: (Recurrent(), torch.randn(5, 32)),
 }

@@ -71,8 +71,17 @@ READS = {
     "a mask of the second dimension": lambda x, i: x[:, i[0] > 0].sum(1),
     "along a dimension": lambda x, i: torch.take_along_dim(x, i[..., None], 1),
 }
+NAN = float("nan")
 ARITHMETIC = {
-    "a product alone": lambda x, i: torch.addmm(x[1] * float("nan"), x[0], ROWS[:4], beta=0, alpha=2),
+    "a product alone": lambda x, i: torch.addmm(x[1] * NAN, x[0], ROWS[:4], beta=0, alpha=2),
+    "no product": lambda x, i: (
+        torch.addmm(x[1], x[0] * NAN, ROWS[:4], alpha=0)
+        + torch.addbmm(x[1, :1], x * NAN, ROWS[:4].expand(2, 4, 4), beta=2, alpha=0)
+        + torch.addmv(x[0, 0], ROWS[:4] * NAN, x[1, 0], beta=0.5, alpha=0)
+        + torch.addmm(x[1] * NAN, x[0] * NAN, ROWS[:4], beta=0, alpha=0)
+    ),
+    "norms of an own type": lambda x, i: torch.linalg.vector_norm(x.half(), 3, 2, dtype=torch.float32),
+    "norms of all": lambda x, i: torch.linalg.vector_norm(x, 2, ()) + torch.linalg.vector_norm(x, 2.0, (), True),
     "added with a factor": lambda x, i: torch.add(x, x.flip(1), alpha=-3.125),
     "subtracted with a factor": lambda x, i: torch.sub(x, x.flip(1), alpha=2),
     "a number added with a factor": lambda x, i: torch.add(x, 3, alpha=0.5),

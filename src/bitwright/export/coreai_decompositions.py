@@ -15,7 +15,7 @@ from .coreai_convolutions import transposed_in_pictures
 from .coreai_indexing import gather, index, index_put, scatter, scatter_add, scatter_number
 from .dimensions import for_each_dimension
 from .lacking import LACKING, equal_windows, log_of_sum
-from .lacking_basics import LACKING_BASICS
+from .lacking_basics import LACKING_BASICS, added_to
 
 __all__ = ["RIGHT_IN_COREAI"]
 
@@ -62,11 +62,8 @@ def _are_masks(*tensors: Any) -> bool:
 
 
 def _added_to_product(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """``addmm`` with a ``beta`` of zero, where ``x`` counts for nothing, NaN or not; coreai-torch multiplies it."""
-    if beta:
-        return NotImplemented
-    product = torch.mm(left, right)
-    return product if alpha == 1 else product * alpha
+    """``addmm`` with a factor of zero, whose operand counts for nothing, NaN or not; coreai-torch multiplies it."""
+    return NotImplemented if beta and alpha else added_to(x, torch.mm(left, right), beta, alpha)
 
 
 def _squeeze(x: Tensor, dims: Sequence[int]) -> Any:
@@ -374,11 +371,17 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """A norm of rows, whose power coreai-torch wants to be a float."""
+    """A norm of rows, in float32 as PyTorch's where it is one of halves, and of all dimensions where none are listed.
+
+    coreai-torch wants the power to be a float, adds up in the rows' own dtype, forgets another one, and ends the
+    process where the list of dimensions is empty.
+    """
     norm = _aten.linalg_vector_norm.default
-    if isinstance(ord, int):
-        return norm(x, float(ord), dim, keepdim, dtype=dtype)
-    return _of_rows(norm)(x, ord, dim, keepdim, dtype=dtype)
+    wide = x.to(torch.promote_types(dtype or x.dtype, torch.float32))
+    if wide.dtype == x.dtype and dtype is None and isinstance(ord, float) and (dim is None or len(dim)):
+        return _of_rows(norm)(x, ord, dim, keepdim)
+    found, result = norm(wide, float(ord), dim or None, keepdim), (dtype or x.dtype).to_real()
+    return found if found.dtype == result else found.to(result)
 
 
 def _attention(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .lacking import composed, float_result_type, is_negative, log_of_sum, places_in_order, scanned
 from .scattering import reduced_at_places
 
-__all__ = ["LACKING_BASICS"]
+__all__ = ["LACKING_BASICS", "added_to"]
 
 _aten = torch.ops.aten
 _MEAN, _LARGEST = 1, 2
@@ -54,16 +54,26 @@ def _of_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product_with_vector(x: Tensor, matrix: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added_to(x, matrix @ vector, beta, alpha)
+    return added_to(x, matrix @ vector, beta, alpha)
 
 
 def _sum_of_products(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added_to(x, torch.bmm(left, right).sum(0), beta, alpha)
+    return added_to(x, torch.bmm(left, right).sum(0), beta, alpha)
 
 
-def _added_to(x: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    """``beta * x + alpha * product``; with a ``beta`` of zero, ``x`` counts for nothing, NaN or not."""
-    return beta * x + alpha * product if beta else alpha * product
+def added_to(x: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return ``beta * x + alpha * product``, where what a factor of zero stands before counts for nothing, NaN or not.
+
+    Args:
+        x: broadcastable to ``product``.
+        product: of matrices, shape (rows, columns), or of a matrix with a vector, shape (rows,).
+        beta: a number.
+        alpha: a number.
+    """
+    if not alpha:
+        return (beta * x).expand(product.shape) if beta else torch.zeros_like(product)
+    product = product if alpha == 1 else alpha * product
+    return beta * x + product if beta else product
 
 
 def _power_of_two(x: Tensor) -> Tensor:
