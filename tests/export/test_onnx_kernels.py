@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -70,6 +71,22 @@ def test_small_models_have_exact_sums(mode, tmp_path):
     if mode == "eager":
         path = _exported(ready, x, tmp_path, dynamic_shapes=shapes)
         assert "Conv" not in _kinds_at_run_time(path)
+
+
+@pytest.mark.parametrize("channels", [8, 48])
+def test_weights_that_are_computed_have_exact_sums_too(channels, tmp_path):
+    """Those of weight_norm are quantized in the file, with the quantizer of an activation."""
+    torch.manual_seed(0)
+    layers = weight_norm(nn.Conv1d(channels, 16, 3, padding=1)), weight_norm(nn.Conv1d(16, 8, 1))
+    model, x = nn.Sequential(layers[0], nn.ReLU(), layers[1]).eval(), torch.randn(4, channels, 40)
+    _, ready = prepared(model, x, None, BYTES)
+    kinds = {}
+    for kernels in ("fused", "exact"):
+        path = _exported(ready, x, tmp_path, integer_kernels=kernels)
+        kinds[kernels] = _kinds_at_run_time(path)
+    assert kinds["fused"].count("QLinearConv") == 2
+    assert kinds["exact"].count("MatMulIntegerToFloat") == (1 if channels < 48 else 2)
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB
 
 
 class Extremes(nn.Module):

@@ -79,3 +79,34 @@ def test_averages_in_windows_are_those_of_the_model(tmp_path):
     with torch.no_grad():
         expected = ready.eval()(x)
     assert torch.equal(run_onnx(export_onnx(ready, (x,), tmp_path / "model.onnx"), (x,))[0], expected)
+
+
+class Maxima(nn.Module):
+    """Max pools, whose last windows may begin in the padding; results are used again, as in the memory of others."""
+
+    def forward(self, x):
+        found = [
+            F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode=True)
+            for kernel, stride, padding, dilation in WINDOWS
+        ]
+        lines = F.max_pool1d(x.flatten(1, 2), 2, 3, 1, ceil_mode=True)
+        return *(-one for one in found), lines, F.max_pool3d(x[:, None], 2, 3, 1, ceil_mode=True)
+
+
+WINDOWS = (
+    (2, 3, 1, 1), (3, 2, 1, 1), (2, 2, 0, 1), (2, 3, 0, 1), ((3, 2), (4, 3), (1, 0), 1), (2, 5, 1, 2), (3, 2, 1, 2)
+)  # fmt: skip
+
+
+def test_shapes_of_maxima_are_known(tmp_path):
+    """ONNX counts windows that begin in the padding, and its runtime fails where it keeps memory for them."""
+    onnx = pytest.importorskip("onnx")
+    for size in ((6, 8), (9, 7)):
+        x = torch.randn(2, 3, *size)
+        path = export_onnx(Maxima().eval(), (x,), tmp_path / "m.onnx")
+        expected = Maxima()(x)
+        for one, found in zip(expected, run_onnx(path, (x,)), strict=True):
+            assert torch.equal(found, one)
+        inferred = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
+        shapes = [[dim.dim_value for dim in out.type.tensor_type.shape.dim] for out in inferred.graph.output]
+        assert shapes == [list(one.shape) for one in expected]

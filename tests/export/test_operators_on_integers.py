@@ -63,6 +63,26 @@ MORE = {
         s.view(2, 2).argmin(keepdim=True),
         s.short().view(2, 2).argmax(1, True),
     ],
+    "narrow": lambda b, s, i, n, h: [
+        y
+        for x in (b, s, s.short())
+        for y in (
+            x**2, x**3, x.square(), x.pow(b % 4), -x, x.relu(), x.clamp(3, 6), x.clamp(min=x.flip(0)), x.max(), x.min(),
+            x.view(2, 2).amax(0), x.view(2, 2).amin(1), torch.maximum(x, x.flip(0)), torch.where(n > 7, x, x.flip(0)),
+            torch.where(n > 7, x, 1), x.masked_fill(n > 7, 3), x.view(2, 2).triu(), x.view(2, 2).tril(-1),
+            nn.functional.pad(x, (1, 2), value=7), x.view(2, 2) @ x.view(2, 2), x % -x.clamp(min=1), x.nonzero(),
+        )
+    ],
+    "chosen by masks": lambda b, s, i, n, h: [
+        *(x.masked_select(n > 7) for x in (b, s, i, n, h, n > 8)),
+        n.masked_select((n > 7).view(4, 1)),
+        n.view(4, 1).masked_select(n > 7),
+    ],
+    "most frequent": lambda b, s, i, n, h: [
+        y
+        for x in (b, s, s.short(), i, n, h)
+        for y in (*(x // 4).mode(), *torch.stack([x, x.flip(0), x]).mode(0), *x.view(2, 2).mode(1, True), *x[0].mode())
+    ],
 }
 """Only in ONNX."""
 ALL = {**CASES, **MORE}

@@ -12,6 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from bitwright.artifact.sites import simulators_in
 from bitwright.common import ExportBackend
 from bitwright.config.spec import CompressionSimulatorBase
 from bitwright.errors import BitwrightError, BitwrightWarning, TraceError
+from bitwright.export.asked_sizes import for_asked_sizes, left_out_words
 from bitwright.export.decomposing import quick_decompositions
 from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
@@ -294,14 +296,18 @@ def captured(
         dynamic_shapes: as for ``torch.export``.
 
     Raises:
-        ConversionError: torch.export cannot capture the model, or what it captures cannot be run.
+        ConversionError: torch.export cannot capture the model, what it captures cannot be run, or leaves out some of
+            the sizes that ``dynamic_shapes`` has.
         TypeError: ``example_inputs`` is no tuple.
     """
     if not isinstance(example_inputs, tuple):
         raise not_a_tuple(example_inputs)
     args, kwargs = tree_map_only(torch.Tensor, plain_layout, (example_inputs, dict(example_kwargs or {})))
+    capture = partial(exported, model, args, kwargs, dynamic_shapes=dynamic_shapes)
     with converting("torch.export"), inputs_unmarked(args, kwargs):
-        program = exported(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+        program, left_out = for_asked_sizes(capture, model, args, kwargs) if dynamic_shapes else (capture(), [])
+    if left_out:
+        raise ConversionError(f"torch.export cannot take this model. {left_out_words(left_out)}")
     lost = reserved_state(program)
     if lost is not None:
         raise ConversionError(f"torch.export cannot take this model. {_rename(lost)}")

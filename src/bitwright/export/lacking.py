@@ -218,6 +218,22 @@ def _median(x: Tensor) -> Any:
     return found if found is NotImplemented else found[0]
 
 
+def _most_frequent(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """``torch.mode``: the smallest of the most frequent values, and the last place that it has."""
+    if not x.dim():
+        return x.clone(), torch.zeros([], dtype=torch.int64, device=x.device)
+    x = x.movedim(dim, -1)
+    comparable = x.float() if x.itemsize < 4 else x
+    counts = (comparable.unsqueeze(-1) == comparable.unsqueeze(-2)).sum(-1)
+    largest = math.inf if comparable.dtype.is_floating_point else torch.iinfo(x.dtype).max
+    frequent = torch.where(counts == counts.amax(-1, keepdim=True), comparable, torch.full_like(comparable, largest))
+    value = frequent.amin(-1, keepdim=True)
+    places = torch.arange(x.shape[-1], device=x.device)
+    place = torch.where(comparable == value, places, torch.zeros_like(places)).amax(-1, keepdim=True)
+    found = (value.to(x.dtype).movedim(-1, dim), place.movedim(-1, dim))
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+
+
 def places_in_order(
     ordered: Tensor,
     x: Any,
@@ -349,6 +365,7 @@ LACKING: dict[Any, Callable[..., Any]] = {
     _aten.kthvalue.default: _kth,
     _aten.median.default: _median,
     _aten.median.dim: _median_of,
+    _aten.mode.default: _most_frequent,
     _aten.rsub.Scalar: _number_less,
     _aten.scatter.reduce: _reduced,
     _aten.scatter.value_reduce: _reduced_number,

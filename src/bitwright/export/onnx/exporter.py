@@ -26,6 +26,7 @@ from .builder import NodeBuilder, drop_unread_initializers, replace_value
 from .fusion import keep_all_apart, keep_misfits_apart, keep_moved_batches_apart
 from .half import compute_in_float32, round_outputs
 from .names import check_names, distinct_output_names, give_names
+from .narrow_integers import widen_integers
 from .nbits import use_matmul_nbits
 from .products import exact_forms_are_fast, use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
@@ -188,7 +189,8 @@ def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> 
 
 
 def _choose_precision(model: Any, lowered: LoweredModel, bfloat16_kernels: bool, float16_kernels: bool | None) -> None:
-    """Let operators on half precision that shall not run in it, or cannot, compute in float32."""
+    """Let operators on half precision that shall not run in it, or cannot, compute in float32, and so for integers."""
+    widen_integers(model)
     if not bfloat16_kernels:
         compute_in_float32(model, "bfloat16")
     if float16_kernels is False or (float16_kernels is None and lowered.activations):

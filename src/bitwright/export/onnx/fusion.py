@@ -26,6 +26,7 @@ import numpy as np
 from bitwright.export.extras import require
 
 __all__ = [
+    "constant_behind",
     "fits_integer_kernel",
     "keep_all_apart",
     "keep_apart",
@@ -100,6 +101,15 @@ def quantized_by(value: Any) -> Any:
     return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
+def constant_behind(codes: Any) -> Any:
+    """Return the constant that codes are, or that is quantized to them, which the optimizer does beforehand; or None.
+
+    The second is a weight that a model computes from parameters, as with ``weight_norm``.
+    """
+    maker = codes.producer()
+    return (maker.inputs[0] if maker is not None and maker.op_type == "QuantizeLinear" else codes).const_value
+
+
 def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
     """Let some uses of a node's output read it through a maximum of one input, which is one node for all of them."""
     if not uses:
@@ -121,16 +131,9 @@ def _misfit(node: Any, user: Any, position: int) -> bool:
     """Whether a use of a dequantized tensor must not be fused."""
     if user.op_type == "Cast":
         return True  # to half precision: the optimizer takes it out, and fuses what stands behind it
-    if _is_constant(node.inputs[0]):
+    if constant_behind(node.inputs[0]) is not None:
         return _misfit_of_weight(node, user, position)
     return _misfit_of_activation(user, position)
-
-
-def _is_constant(codes: Any) -> bool:
-    """Whether codes are stored, or made of a stored tensor, which the optimizer does beforehand."""
-    maker = codes.producer()
-    source = maker.inputs[0] if maker is not None and maker.op_type == "QuantizeLinear" else codes
-    return source.const_value is not None
 
 
 def _misfit_of_activation(user: Any, position: int) -> bool:

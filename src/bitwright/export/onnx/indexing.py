@@ -1,4 +1,4 @@
-"""Indexed writes for torch's ONNX exporter.
+"""Indexed writes for torch's ONNX exporter, and choices by masks.
 
 Its optimizer has some that add replace what they should add to; its translation has those that average do so. ONNX has
 a value for each place, PyTorch at least one.
@@ -14,7 +14,7 @@ import torch
 from .bools import are_bools
 from .torchlib import operators, torchs_translation
 
-__all__ = ["SCATTERS", "WRITES", "indexed_write", "scatter_to_places", "scattered"]
+__all__ = ["SCATTERS", "WRITES", "indexed_write", "masked_select", "scatter_to_places", "scattered"]
 
 WRITES = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 """Writes to the places that indices name; ``index_add`` becomes one of them."""
@@ -92,3 +92,12 @@ def scattered(opset: int | None) -> Callable[..., Any]:
         return op.Div(total, torchs(ones[0], dim, index, ones[1], "sum", include_self))
 
     return scatter
+
+
+def masked_select(x: Any, mask: Any) -> Any:
+    """Translate ``aten::masked_select``, whose operands broadcast."""
+    op = operators()
+    whole = op.Expand(x, op.Shape(mask))
+    chosen = op.Expand(mask, op.Shape(whole))
+    flat = op.Constant(value_ints=[-1])
+    return op.Compress(op.Reshape(whole, flat), op.Reshape(chosen, flat), axis=0)

@@ -12,6 +12,7 @@ from bitwright.planning import Problem, Severity
 
 from .fusion import keep_moved_batches_apart
 from .half import compute_in_float32
+from .narrow_integers import widen_integers
 
 __all__ = ["check_kernels"]
 
@@ -34,6 +35,7 @@ def check_kernels(model: Any) -> None:
     runtime, ir = (require(name, "onnx", "Export to ONNX") for name in ("onnxruntime", "onnx_ir"))
     places = {node.name: _place(node) for node in model.graph.all_nodes()}
     compute_in_float32(model, "bfloat16")
+    widen_integers(model)
     keep_moved_batches_apart(model.graph)
     _take_weights(model.graph)
     options = runtime.SessionOptions()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from .builder import NodeBuilder, drop_unread_initializers, replace_value
-from .fusion import fits_integer_kernel, keep_apart, quantized_by
+from .fusion import constant_behind, fits_integer_kernel, keep_apart, quantized_by
 
 __all__ = ["exact_forms_are_fast", "use_exact_products"]
 
@@ -56,10 +56,9 @@ class _Layer:
     result: Any
 
     @property
-    def codes(self) -> np.ndarray[Any, Any]:
-        """Codes of the weight."""
-        codes: np.ndarray[Any, Any] = self.weight.inputs[0].const_value.numpy()
-        return codes
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(constant_behind(self.weight.inputs[0]).shape)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class _Layer:
         if self.node.op_type != "Conv":
             return True
         plain = self.attributes.get("group", 1) == 1 and self.attributes.get("auto_pad", "NOTSET") == "NOTSET"
-        channels, *kernel = self.codes.shape[1:]
+        channels, *kernel = self.shape[1:]
         return bool(plain and channels >= (_SHORTEST_SLICE if max(kernel) > 1 else 16))
 
     @property
@@ -110,7 +109,7 @@ class _Layer:
     @property
     def multiplications(self) -> int:
         """How many one input takes, for a dimension of unknown length with a length of one."""
-        return math.prod(size for size in self._places if isinstance(size, int)) * int(self.codes.size)
+        return math.prod(size for size in self._places if isinstance(size, int)) * math.prod(self.shape)
 
 
 def exact_forms_are_fast(graph: Any) -> bool:
@@ -142,7 +141,7 @@ def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
             _keep_float(build, graph, layer)
             continue
         rows = _convolved(build, layer) if layer.node.op_type == "Conv" else _multiplied(build, layer)
-        rank = layer.codes.ndim
+        rank = len(layer.shape)
         bias = build.initializer(torch.from_numpy(-layer.bias), "negative_bias", shared=False)
         result = build("Sub", [rows, bias])
         if layer.node.op_type == "Conv":
@@ -159,9 +158,9 @@ def _layers_with_rounded_biases(graph: Any) -> list[_Layer]:
 def _layer(node: Any) -> _Layer | None:
     """A product that ONNX Runtime would run in an integer kernel with its bias; None for others."""
     x, weight = quantized_by(node.inputs[0]), quantized_by(node.inputs[1])
-    if x is None or weight is None or x.inputs[0].const_value is not None or weight.inputs[0].const_value is None:
+    if x is None or weight is None or x.inputs[0].const_value is not None:
         return None
-    if not fits_integer_kernel(weight, node):
+    if constant_behind(weight.inputs[0]) is None or not fits_integer_kernel(weight, node):
         return None
     bias, result = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
     if node.op_type == "MatMul":
@@ -195,26 +194,31 @@ def _multiplied(build: NodeBuilder, layer: _Layer) -> Any:
         return layer.node.outputs[0]
     weight = layer.node.inputs[1]
     if layer.attributes.get("transB", 0):
-        weight = _dequantized_matrix(build, layer, layer.codes.T)
+        weight = _dequantized_matrix(build, layer)
     return build("MatMul", [layer.node.inputs[0], weight], like=layer.node.outputs[0])
 
 
-def _dequantized_matrix(build: NodeBuilder, layer: _Layer, codes: np.ndarray[Any, Any]) -> Any:
-    """The weight as a matrix (inputs, outputs)."""
-    stored = build.initializer(torch.from_numpy(np.ascontiguousarray(codes)), "matrix")
+def _dequantized_matrix(build: NodeBuilder, layer: _Layer) -> Any:
+    """The weight as a matrix (inputs, outputs), the channels of a place in a kernel beside each other."""
+    codes, order, outputs = layer.weight.inputs[0], [*range(2, len(layer.shape)), 1, 0], layer.shape[0]
+    if codes.const_value is None:  # ONNX Runtime computes them, and these too
+        shape = build.initializer(torch.tensor([-1, outputs]), "matrix_shape")
+        stored = build("Reshape", [build("Transpose", [codes], {"perm": order}), shape])
+    else:
+        matrix = np.ascontiguousarray(codes.const_value.numpy().transpose(order).reshape(-1, outputs))
+        stored = build.initializer(torch.from_numpy(matrix), "matrix")
     axis = {"axis": 1} if len(layer.weight.inputs[1].shape) else {}
     return build("DequantizeLinear", [stored, *layer.weight.inputs[1:]], axis)
 
 
 def _convolved(build: NodeBuilder, layer: _Layer) -> Any:
     """The product over patches, channels last."""
-    rank = layer.codes.ndim - 2
+    rank = len(layer.shape) - 2
     axes = list(range(1, rank + 1))
     codes = build("Transpose", [layer.x.inputs[0]], {"perm": [0, *(axis + 1 for axis in axes), 1]})
     codes = _patches(build, layer, _padded(build, layer, codes, rank), axes)
     x = build("DequantizeLinear", [codes, *layer.x.inputs[1:]])
-    matrix = np.moveaxis(layer.codes, (0, 1), (-1, -2)).reshape(-1, layer.codes.shape[0])
-    return build("MatMul", [x, _dequantized_matrix(build, layer, matrix)])
+    return build("MatMul", [x, _dequantized_matrix(build, layer)])
 
 
 def _padded(build: NodeBuilder, layer: _Layer, codes: Any, rank: int) -> Any:
@@ -227,7 +231,7 @@ def _padded(build: NodeBuilder, layer: _Layer, codes: Any, rank: int) -> Any:
 
 def _patches(build: NodeBuilder, layer: _Layer, codes: Any, axes: Sequence[int]) -> Any:
     """What the kernel sees at each place, one position of it after the other."""
-    kernel = layer.codes.shape[2:]
+    kernel = layer.shape[2:]
     strides = layer.attributes.get("strides", [1] * len(axes))
     dilations = layer.attributes.get("dilations", [1] * len(axes))
 
@@ -250,7 +254,7 @@ def _patches(build: NodeBuilder, layer: _Layer, codes: Any, axes: Sequence[int])
 def _keep_float(build: NodeBuilder, graph: Any, layer: _Layer) -> None:
     """Multiply in floating point, with a weight that ONNX Runtime can dequantize once and for all."""
     codes, scale, *points = layer.weight.inputs
-    shape = [-1] + [1] * (layer.codes.ndim - 1)
+    shape = [-1] + [1] * (len(layer.shape) - 1)
     weight = build("Cast", [codes], {"to": 1})
     if points and points[0] is not None:
         zeros = points[0].const_value.numpy().astype(np.float32).reshape(shape)

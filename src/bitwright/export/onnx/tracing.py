@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from bitwright._utils.call_frames import captured_again_if_corrected
+from bitwright.export.asked_sizes import sizes_left_out
 from bitwright.export.complex_numbers import without_complex_numbers
 from bitwright.export.constants import compute_beforehand, primitives
 from bitwright.export.conversion import (
@@ -114,7 +115,10 @@ def _traced(
             )
             program: Any = captured_again_if_corrected(export)
             _register_constants(program.model.graph)
-        if not isinstance(model, nn.Module) or not (fixed or (dynamic_shapes and _assumes_sizes(program))):
+        if not isinstance(model, nn.Module) or not dynamic_shapes:
+            return program
+        fixed = fixed or _leaves_out(program, model, args, kwargs)
+        if not (fixed or _assumes_sizes(program)):
             return program
     except ConversionError as error:
         exported: Any = model
@@ -136,6 +140,12 @@ def _traced(
         if fixed or sizes_refused(error):
             raise
         return program
+
+
+def _leaves_out(program: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[str]:
+    """Sizes that were asked for, and that the program of torch.onnx does not hold for."""
+    exported = program.exported_program
+    return [] if exported is None else list(map(str, sizes_left_out(exported, model, args, kwargs)))
 
 
 def _assumes_sizes(program: Any) -> bool:

@@ -12,7 +12,7 @@ from .attention import attention
 from .bools import EXTREMES, WHERE, add, extreme, where
 from .convolutions import convolution
 from .embedding_bags import embedding_bag
-from .indexing import SCATTERS, WRITES, indexed_write, scatter_to_places, scattered
+from .indexing import SCATTERS, WRITES, indexed_write, masked_select, scatter_to_places, scattered
 from .integers import (
     PLACES,
     PREDICATES,
@@ -26,7 +26,7 @@ from .integers import (
 from .losses import cross_entropy
 from .matrix_sums import SUMS, added_product
 from .norms import batch_norm
-from .pools import average_pool
+from .pools import MAXIMA, average_pool, max_pool
 from .recurrent import lstm
 from .resizing import ANTIALIASED, antialiased
 from .shapes import SQUEEZES
@@ -61,7 +61,9 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.scatter_reduce.two: scattered(opset),
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
+        aten.masked_select.default: masked_select,
         **SQUEEZES,
+        **{overload: max_pool(overload, opset) for overload in MAXIMA},
         **{overload: antialiased(overload, opset) for overload in ANTIALIASED},
         **{overload: scatter_to_places(overload, opset) for overload in SCATTERS},
         **{overload: indexed_write(overload, opset) for overload in WRITES},
