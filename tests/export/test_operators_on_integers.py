@@ -67,10 +67,28 @@ MORE = {
         y
         for x in (b, s, s.short())
         for y in (
-            x**2, x**3, x.square(), x.pow(b % 4), -x, x.relu(), x.clamp(3, 6), x.clamp(min=x.flip(0)), x.max(), x.min(),
-            x.view(2, 2).amax(0), x.view(2, 2).amin(1), torch.maximum(x, x.flip(0)), torch.where(n > 7, x, x.flip(0)),
-            torch.where(n > 7, x, 1), x.masked_fill(n > 7, 3), x.view(2, 2).triu(), x.view(2, 2).tril(-1),
-            nn.functional.pad(x, (1, 2), value=7), x.view(2, 2) @ x.view(2, 2), x % -x.clamp(min=1), x.nonzero(),
+            x**2,
+            x**3,
+            x.square(),
+            x.pow(b % 4),
+            -x,
+            x.relu(),
+            x.clamp(3, 6),
+            x.clamp(min=x.flip(0)),
+            x.max(),
+            x.min(),
+            x.view(2, 2).amax(0),
+            x.view(2, 2).amin(1),
+            torch.maximum(x, x.flip(0)),
+            torch.where(n > 7, x, x.flip(0)),
+            torch.where(n > 7, x, 1),
+            x.masked_fill(n > 7, 3),
+            x.view(2, 2).triu(),
+            x.view(2, 2).tril(-1),
+            nn.functional.pad(x, (1, 2), value=7),
+            x.view(2, 2) @ x.view(2, 2),
+            x % -x.clamp(min=1),
+            x.nonzero(),
         )
     ],
     "chosen by masks": lambda b, s, i, n, h: [

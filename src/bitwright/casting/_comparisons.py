@@ -165,8 +165,7 @@ def comparisons_of(program: ExportedProgram, constants: Mapping[Node, torch.Tens
 def is_only_compared(source: Node, comparisons: Collection[Node]) -> bool:
     """Tell whether values are ordered by numbers, moved or not, and used for nothing else."""
     return all(
-        user in comparisons or (op_name(user) in MOVES and is_only_compared(user, comparisons))
-        for user in source.users
+        user in comparisons or (op_name(user) in MOVES and is_only_compared(user, comparisons)) for user in source.users
     )
 
 

@@ -19,6 +19,7 @@ from .casts import cast_around
 
 __all__ = ["compute_in_float32", "round_outputs"]
 
+
 def compute_in_float32(
     model: Any, dtype: Literal["bfloat16", "float16"], *, accumulating_writes_only: bool = False
 ) -> None:
