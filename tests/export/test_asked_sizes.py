@@ -71,3 +71,15 @@ def test_parts_in_onnx(tmp_path):
     x = torch.randn(2, 10, 8)
     for expected, found in zip(ready(x), TARGETS["onnx"].run(path, (x,)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["onnx", "coreai", "torch"])
+def test_graphs_that_check_their_sizes(target, tmp_path):
+    """A model prepared in graph mode has no branch any more; it checks what its branch was for, and files do not."""
+    if TARGETS[target].missing() is not None:
+        pytest.skip(f"needs {target}")
+    config = QuantizerConfig.presets.w8(execution_mode="graph")
+    model = Conditional(CONDITIONS["branch"]).eval()
+    ready = Quantizer(model, config).prepare((EXAMPLE,), dynamic_shapes=({1: ANY},)).eval()
+    with pytest.raises(ConversionError, match=r"(?s)dimension 1 of the input 'x' \(6 in the example, but not [57]"):
+        TARGETS[target].write(ready, (EXAMPLE,), tmp_path / "m", {}, ({1: ANY},))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx.experimental import _config
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bitwright.program.input_check import InputCheck
 from bitwright.program.protect import preserved_state
 from bitwright.program.size_conditions import OtherBranchError
 
@@ -107,7 +108,7 @@ def sizes_left_out(
     hints: dict[Any, Any] = dict(getattr(env, known))
     places = {symbol: size for size in reversed(sizes) for symbol in size.value.node.expr.free_symbols}
     found: dict[Any, LeftOut] = {}
-    for guard, where in _assumed(env.guards):
+    for guard, where in (*_assumed(env.guards), *_asked_before(model, sizes)):
         if not guard.free_symbols.issubset(places) or not guard.free_symbols.issubset(hints):
             continue
         for symbol in guard.free_symbols.difference(found):
@@ -125,9 +126,14 @@ class _Size:
     """A dynamic size: the number of its input among the leaves, its dimension, and what the program has there."""
 
     leaf: int
+    input: str
     axis: int
-    name: str
     value: torch.SymInt
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return f"dimension {self.axis} of the input {self.input!r}"
 
 
 def _sizes(program: torch.export.ExportedProgram) -> Iterator[_Size]:
@@ -136,7 +142,7 @@ def _sizes(program: torch.export.ExportedProgram) -> Iterator[_Size]:
         value = placeholders[name].meta.get("val") if name in placeholders else None
         for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt) and not size.node.expr.is_Integer:
-                yield _Size(number, axis, f"dimension {axis} of the input {name!r}", size)
+                yield _Size(number, name, axis, size)
 
 
 def _assumed(guards: Any) -> Iterator[tuple[Any, str]]:
@@ -148,6 +154,23 @@ def _assumed(guards: Any) -> Iterator[tuple[Any, str]]:
             continue
         of_torch = not file or file.startswith(os.path.dirname(torch.__file__))
         yield guard.expr, "" if of_torch else f" in {os.path.basename(file)}, line {line}"
+
+
+def _asked_before(model: nn.Module, sizes: list[_Size]) -> Iterator[tuple[Any, str]]:
+    """Conditions of a model that was captured before: a graph checks them in each call, its code has no branch."""
+    check = getattr(model, "_input_check", None)
+    if not isinstance(check, InputCheck):
+        return
+    placed = {(size.input, size.axis): size.value.node.expr for size in sizes}
+    symbols: dict[str, Any] = {}
+    for shape in check.shapes:
+        for axis, dimension in enumerate(shape.dimensions or ()):
+            if dimension.symbol and (shape.name, axis) in placed:
+                symbols.setdefault(dimension.symbol, placed[shape.name, axis])
+    for condition in check.conditions:
+        if all(symbol.name in symbols for symbol in condition.expression.free_symbols):
+            known = {symbol: symbols[symbol.name] for symbol in condition.expression.free_symbols}
+            yield condition.expression.subs(known, simultaneous=True), f" in\n{condition.place}\n"
 
 
 def _is_range(guard: Any) -> bool:
