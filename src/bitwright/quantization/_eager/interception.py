@@ -274,7 +274,7 @@ class _InterceptMode(TorchFunctionMode):
     ) -> Any:
         frame = thread_frames.stack[-1]
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if frame is None or (tracing and _computes_sizes(args)) or is_in_branch():
+        if frame is None or (tracing and _computes_sizes(args)):
             return func(*args, **(kwargs or {}))
         base = str(func.__name__)  # torch.compile knows a name only after that
         table = frame.table
@@ -286,9 +286,11 @@ class _InterceptMode(TorchFunctionMode):
         if table.once and (base, calling_code()) in table.once:
             return func(*args, **(kwargs or {}))
         planned = table.seen.get(base)
+        # Asked last: asked in front of this, torch.compile took the getters of attributes for one another (in a GRU).
+        if (planned is None and base not in QUANTIZER_EAGER_OPS) or is_in_branch():
+            return func(*args, **(kwargs or {}))
         if planned is None:
-            if base in QUANTIZER_EAGER_OPS:
-                _report_unplanned(table, base, (args, kwargs), frame.module.training)
+            _report_unplanned(table, base, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         frame.note_checkpoint()
         number = frame.number(base, calling_code())
