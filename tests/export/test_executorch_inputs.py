@@ -170,6 +170,22 @@ def test_pieces_of_sizes_that_only_a_run_knows(tmp_path):
         assert sqnr(ready(x), run_executorch(path, (x,))[0]) > 90
 
 
+def test_sizes_that_the_runtime_does_not_take_are_said(tmp_path, monkeypatch):
+    """ExecuTorch says nothing of what it keeps to the example's size: the file would fail for the user."""
+
+    def agree(path, program, inputs, enough_db):
+        if inputs is not program.example_inputs:
+            raise RuntimeError("sizes differ")
+        return True
+
+    monkeypatch.setattr("bitwright.export.executorch.runtime._outputs_agree", agree)
+    x = torch.randn(4, 32)
+    ready = _prepared(nn.Linear(32, 8), QuantizerConfig.presets.w8(execution_mode="eager"), (x,))
+    with pytest.raises(ConversionError, match=r"sizes differ.*fewer dimensions"):
+        export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: Dim("batch", min=2, max=40)},))
+    assert not (tmp_path / "m.pte").exists()
+
+
 class Sequences(nn.Module):
     """Convolutions over time of what layers give with the channels last."""
 

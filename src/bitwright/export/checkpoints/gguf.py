@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,35 @@ def export_gguf(
         encoded[name] = (kind, _ENCODERS[kind](tensor) if kind else _dense(tensor.decode()))
         if kind and isinstance(tensor, QuantizedTensor) and (loss := lost_by_rounding(tensor, torch.float16)):
             losses[name] = loss
+    _refuse(unreadable, without_type, refused)
+    warn_of_losses(losses, "Leave their layers out of the configuration, which stores them as they are.")
+    with new_file_atomically(path) as part:
+        writer = _described(gguf, part, described, types)
+        for name, (kind, array) in encoded.items():
+            type_there = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
+            writer.add_tensor(names[name], array, raw_dtype=type_there)
+        _write(writer, path)
+    return Path(path)
+
+
+def _described(gguf: Any, path: str | Path, metadata: Mapping[str, Any], types: Mapping[str, str]) -> Any:
+    """The library's writer of a file, with the metadata."""
+    writer = gguf.GGUFWriter(path, metadata[ARCHITECTURE])
+    for key, value in metadata.items():
+        if key != ARCHITECTURE:  # which the writer has added
+            writer.add_key_value(key, value, gguf.GGUFValueType[types[key]])
+    writer.data_alignment = metadata.get(ALIGNMENT, writer.data_alignment)
+    return writer
+
+
+def _refuse(unreadable: Sequence[str], without_type: Sequence[str], refused: Sequence[str]) -> None:
+    """Raise for tensors that cannot be stored, with all of them.
+
+    Args:
+        unreadable: what readers would not open.
+        without_type: what no type holds, dense or not.
+        refused: what is stored only as ``allow_dense`` says.
+    """
     if unreadable:
         raise ValueError("\n  ".join(["llama.cpp could not open a GGUF file with these tensors:", *unreadable]))
     if without_type:
@@ -130,17 +159,6 @@ def export_gguf(
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"GGUF cannot hold these weights exactly (allow_dense=True keeps them dense):\n{listed}")
-    warn_of_losses(losses, "Leave their layers out of the configuration, which stores them as they are.")
-    with new_file_atomically(path) as part:
-        writer = gguf.GGUFWriter(part, described.pop(ARCHITECTURE))
-        for key, value in described.items():
-            writer.add_key_value(key, value, gguf.GGUFValueType[types[key]])
-        writer.data_alignment = described.get(ALIGNMENT, writer.data_alignment)
-        for name, (kind, array) in encoded.items():
-            type_there = gguf.GGMLQuantizationType[kind] if kind else None  # of a dense array, its dtype says it
-            writer.add_tensor(names[name], array, raw_dtype=type_there)
-        _write(writer, path)
-    return Path(path)
 
 
 def _write(writer: Any, path: str | Path) -> None:
