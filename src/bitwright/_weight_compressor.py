@@ -121,7 +121,12 @@ class WeightCompressor(_BaseModelCompressor):
         return plan_weights(self._config, self._model, traced, self._technique)
 
     def _insert_planned(
-        self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, strict: bool, target: str | None
+        self,
+        example_inputs: Any,
+        example_kwargs: Mapping[str, Any] | None,
+        strict: bool,
+        target: str | None,
+        state_dict: Mapping[str, Any] | None = None,
     ) -> InsertedSimulators:
         """Plan, report, insert and initialise; on an error the model is as it was."""
         self._refuse_prepared()
@@ -138,7 +143,10 @@ class WeightCompressor(_BaseModelCompressor):
                 below = traced.stacks.get(placement.state.name, ())
                 inserted.insert(self._build(placement, below), placement)
             inserted.list_own_states(traced.program)
-            self._initialise(inserted)
+            if state_dict is None:
+                self._initialise(inserted)
+            else:
+                self._initialise_from(state_dict, inserted)
         except BaseException:
             inserted.revert()
             raise
@@ -157,6 +165,10 @@ class WeightCompressor(_BaseModelCompressor):
     def _initialise(self, inserted: InsertedSimulators) -> None:
         """Give the simulators their state."""
 
+    @abstractmethod
+    def _initialise_from(self, state_dict: Mapping[str, Any], inserted: InsertedSimulators) -> None:
+        """Give the simulators, and the model, the state of a model that was prepared alike."""
+
     def finalize(  # type: ignore[override]  # what the base hands on to any compressor, this one does not take
         self,
         model: nn.Module | None = None,
@@ -167,7 +179,8 @@ class WeightCompressor(_BaseModelCompressor):
         """Return the model in the form that ``backend`` takes; a further compressor may be applied afterwards.
 
         ``ExportBackend._TORCH`` leaves the simulators where they are, so that another technique can be put on top of
-        them; the other backends replace them, of whatever technique, by what the backend takes.
+        them; ``Torch`` puts the weights' values in their places; the other backends replace simulators, of whatever
+        technique, by what the backend takes.
 
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.

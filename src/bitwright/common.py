@@ -61,11 +61,19 @@ class _DeprecatedMemberEnumMeta(enum.EnumMeta):
 
 
 class ExportBackend(enum.StrEnum, metaclass=_DeprecatedMemberEnumMeta):
-    """Target of ``finalize``. Values are strings, so that ``finalize(backend="coreml")`` works too."""
+    """Target of ``finalize``. Values are strings, so that ``finalize(backend="coreml")`` works too.
+
+    Attributes:
+        Torch: plain PyTorch, for evaluation: weights are ordinary tensors with the values that they are compressed to,
+            activations stay simulated.
+        CoreML: what coremltools converts.
+        CoreAI: what coreai-torch converts.
+    """
 
     __deprecated_aliases__: ClassVar[dict[str, str]] = {"MIL": "CoreML", "MLIR": "CoreAI"}
 
-    _TORCH = "_torch"
+    Torch = "torch"
+    _TORCH = "_torch"  # all simulators stay where they are
     CoreML = "coreml"
     CoreAI = "coreai"
 

@@ -15,7 +15,7 @@ from bitwright.palettization import (
     ModuleKMeansPalettizerConfig,
     PalettizationSpec,
 )
-from bitwright.palettization.config import OpKMeansPalettizerConfig, PATSchedule
+from bitwright.palettization.config import OpKMeansPalettizerConfig, PATSchedule, VectorKMeansConfig
 from bitwright.palettization.spec import (
     DefaultTrainingSpec,
     DKMTrainingSpec,
@@ -227,3 +227,23 @@ def test_granularity_names_what_does_not_fit():
         PerGroupedChannelGranularity(axis=1, group_size=2).num_blocks_to_cluster(weight[0])
     blocks = PerGroupedChannelGranularity(axis=1, group_size=2).get_blocks_to_cluster(weight)
     assert [block.shape for block in blocks] == [(6, 2), (6, 2)]
+
+
+def test_settings_of_vectors_need_vectors():
+    """``vector_kmeans_config`` of coreai-opt 0.4: its number of seedings is used, the rest accepted."""
+    spec = {"n_bits": 2, "cluster_dim": 2}
+    whole = {"op_state_spec": {"weight": spec}, "enable_fast_kmeans_mode": False}
+    with pytest.raises(ValueError, match="no spec of this module config has cluster_dim"):
+        ModuleKMeansPalettizerConfig(vector_kmeans_config={"n_init": 2})
+    with pytest.raises(ValueError, match="n_inits"):
+        ModuleKMeansPalettizerConfig(**whole, vector_kmeans_config={"n_inits": 2})
+    nested = ModuleKMeansPalettizerConfig(
+        enable_fast_kmeans_mode=False,
+        op_type_config={"linear": {"op_state_spec": {"weight": spec}}},
+        vector_kmeans_config=VectorKMeansConfig(n_init=1, n_local_trials=1, max_iter=1, tol=0.0),
+    )
+    assert nested.vector_kmeans_config.n_init == 1
+    config = KMeansPalettizerConfig(global_config={**whole, "vector_kmeans_config": {"n_init": 3}})
+    assert KMeansPalettizerConfig.from_dict(config.to_dict()) == config
+    prepared = KMeansPalettizer(nn.Linear(8, 8), config).prepare((torch.randn(1, 8),))
+    assert prepared.parametrizations.weight[0].vector_kmeans_config.n_init == 3

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from pydantic import ValidationError
+from torch import nn
 
-from bitwright.pruning import MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
+from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.pruning.config import (
     ConstantSparsitySchedule,
     CosineDecaySchedule,
@@ -176,6 +178,28 @@ def test_cosine_schedule_is_half_a_cosine():
     values = [schedule.compute_sparsity(step, 0.6) for step in range(21)]
     expected = [0.6 * 0.5 * (1 - math.cos(math.pi * step / 20)) for step in range(21)]
     assert values == pytest.approx(expected)
+
+
+def test_own_schedules_may_do_without_the_previous_sparsity():
+    """Those written for coreai-opt 0.4 have no such parameter, and keyword-only ones of their own have defaults."""
+
+    @SparsityScheduleBase.register("own_halves")
+    class Halves(SparsityScheduleBase):
+        def compute_sparsity(self, step_count: int, target_sparsity: float) -> float:  # type: ignore[override]
+            return target_sparsity * (1 - 0.5**step_count)
+
+    try:
+        weight = nn.Linear(16, 16)
+        whole = {"op_state_spec": {"weight": {"target_sparsity": 0.5}}, "sparsity_schedule": {"type": "own_halves"}}
+        pruner = MagnitudePruner(weight, MagnitudePrunerConfig(global_config=whole))
+        pruner.prepare((torch.randn(1, 16),))
+        shares = []
+        for _ in range(3):
+            shares.append(float((weight.weight == 0).float().mean()))
+            pruner.step()
+        assert shares == [0.0, 0.25, 0.375]
+    finally:
+        SparsityScheduleBase.unregister("own_halves")
 
 
 def test_between_updates_the_previous_sparsity_is_needed():

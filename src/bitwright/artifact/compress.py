@@ -25,6 +25,7 @@ Encoder: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor | None], Compress
 
 _ENCODERS: dict[type, Encoder] = {}
 _MASKS: dict[type, Callable[[Any], torch.Tensor]] = {}
+_HOLES: dict[type, Callable[[Any], torch.Tensor | None]] = {}
 _SWITCHED_ON: dict[type, Callable[[Any], AbstractContextManager[None]]] = {}
 
 
@@ -124,15 +125,18 @@ def _is_pruner(simulator: nn.Module) -> bool:
 
 
 def _mask_of(simulator: nn.Module) -> torch.Tensor | None:
-    for cls in type(simulator).__mro__:
-        if cls in _MASKS:
-            return _MASKS[cls](simulator)
-    return None
+    return next((_MASKS[cls](simulator) for cls in type(simulator).__mro__ if cls in _MASKS), None)
+
+
+def _holes_of(simulator: nn.Module) -> torch.Tensor | None:
+    """The mask of a simulator that is not there to prune but keeps zeros."""
+    return next((_HOLES[cls](simulator) for cls in type(simulator).__mro__ if cls in _HOLES), None)
 
 
 def _kept_entries(simulators: Sequence[nn.Module], tensor: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
-    """Entries that no pruner drops; None if nothing is pruned or dropped entries do not end as zero."""
-    masks = [mask for mask in map(_mask_of, simulators) if mask is not None]
+    """Entries that no mask drops; None if nothing is dropped or dropped entries do not end as zero."""
+    found = (find(simulator) for simulator in simulators for find in (_mask_of, _holes_of))
+    masks = [mask for mask in found if mask is not None]
     if not masks:
         return None
     kept = torch.ones_like(tensor, dtype=torch.bool)

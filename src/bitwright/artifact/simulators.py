@@ -14,7 +14,7 @@ from bitwright.pruning.spec import PruneImplBase
 from bitwright.quantization.spec import QuantizationScheme
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .compress import _MASKS, _SWITCHED_ON, register_encoder
+from .compress import _HOLES, _MASKS, _SWITCHED_ON, register_encoder
 from .encode import dense_tensor, palettized_tensor, quantized_tensor
 from .tensors import CompressedTensor, DenseTensor, QuantizedTensor
 
@@ -23,6 +23,10 @@ __all__: list[str] = []
 
 def _mask(simulator: PruneImplBase) -> torch.Tensor:
     return simulator.mask
+
+
+def _holes(simulator: PaletteState) -> torch.Tensor | None:
+    return getattr(simulator, "_sparsity_mask", None)
 
 
 def _encode_palettized(
@@ -90,3 +94,4 @@ register_encoder(PaletteState, _encode_palettized)
 _SWITCHED_ON[PaletteState] = _palettizing
 _SWITCHED_ON[PruneImplBase] = _pruning
 _MASKS[PruneImplBase] = _mask
+_HOLES[PaletteState] = _holes

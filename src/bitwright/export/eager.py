@@ -26,6 +26,7 @@ from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .coreai_activations import coreai_activation
 from .coreai_weights import coreai_layers, coreai_weight, unsupported_weight
+from .dense import fold_eager
 from .mapped import MappedFiles
 
 __all__ = ["finalize_eager", "place_weight", "replace_modules"]
@@ -36,7 +37,7 @@ def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str
 
     Args:
         model: a prepared model. Changed in place, and only after everything was checked and built.
-        backend: Core AI, Core ML, or ``_TORCH``, which leaves the model as it is.
+        backend: Core AI, Core ML, ``Torch``, or ``_TORCH``, which leaves the model as it is.
         mmap_dir: Core AI only: folder for file-backed weights.
 
     Returns:
@@ -52,6 +53,10 @@ def finalize_eager(model: nn.Module, backend: ExportBackend | str, mmap_dir: str
     backend = ExportBackend(backend)
     folder = mapped_folder(mmap_dir, backend)
     if backend == ExportBackend._TORCH:
+        return model
+    if backend == ExportBackend.Torch:
+        fold_eager(model)
+        _BaseModelCompressor._unmark_model(model)
         return model
     refuse_stateless(activation_simulators(model).items(), backend, ExecutionMode.EAGER)
     if backend == ExportBackend.CoreAI:

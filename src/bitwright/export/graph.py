@@ -22,6 +22,7 @@ from bitwright.quantization._export_utils import (
 from bitwright.quantization.config import ExecutionMode
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
+from .dense import fold_graph
 from .graph_values import parameter_names, read_dense
 from .mapped import MappedFiles
 
@@ -48,7 +49,7 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
     Args:
         module: a graph in eval mode, with batch norms folded, whose simulators are ``call_module`` nodes. Changed in
             place, and only after everything was checked; its tensors are not written to.
-        backend: Core AI, Core ML, or ``_TORCH``, which leaves the graph as it is.
+        backend: Core AI, Core ML, ``Torch``, or ``_TORCH``, which leaves the graph as it is.
         mmap_dir: Core AI only: folder for file-backed weights.
 
     Returns:
@@ -64,6 +65,10 @@ def finalize_graph(module: fx.GraphModule, backend: ExportBackend | str, mmap_di
     backend = ExportBackend(backend)
     folder = mapped_folder(mmap_dir, backend)
     if backend == ExportBackend._TORCH:
+        return module
+    if backend == ExportBackend.Torch:
+        fold_graph(module)
+        clean_up(module)
         return module
     found = GraphSimulators.of(module)
     if not found.weights and not found.activations:

@@ -109,6 +109,8 @@ def has_zero(dtype: torch.dtype, formulation: str) -> bool:
 def _kept(stack: Sequence[nn.Module], numel: int) -> int | None:
     pruners: list[Any] = [s for s, kind in zip(stack, kinds_on(stack), strict=True) if kind is CompressionType.PRUNING]
     masks = [pruner.mask for pruner in pruners if pruner.mask.numel() == numel]
+    own = [mask for palette in stack if (mask := getattr(palette, "_sparsity_mask", None)) is not None]
+    masks = masks or own
     return int(torch.count_nonzero(masks[-1])) if masks else None
 
 

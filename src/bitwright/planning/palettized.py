@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from bitwright.common import CompressionType
 from bitwright.palettization.spec import PalettizationSpec, PerGroupedChannelGranularity
 from bitwright.palettization.spec._vector_layout import VectorLayout
@@ -56,7 +58,8 @@ class PalettizationTechnique(WeightTechnique):
             if axis is None:
                 return WeightResolution(None, problems=[_unresolved(request, granularity)])
             spec = spec.model_copy(update={"granularity": granularity.model_copy(update={"axis": axis})})
-        if spec.cluster_dim > 1 and CompressionType.PRUNING in kinds_on(request.stack):
+        is_pruned = CompressionType.PRUNING in kinds_on(request.stack)
+        if spec.cluster_dim > 1 and (is_pruned or _own_zeros(spec, request)):
             return WeightResolution(None, problems=[_masked_vectors(request, spec.cluster_dim)])
         try:
             layout = VectorLayout.of(request.shape, spec.granularity, spec.cluster_dim)
@@ -85,10 +88,19 @@ def _unresolved(request: WeightRequest, granularity: PerGroupedChannelGranularit
     return Problem("axis-unresolved", request.state.name, message, Severity.ERROR)
 
 
+def _own_zeros(spec: PalettizationSpec, request: WeightRequest) -> int:
+    """Return how many zeros of the weight are kept as such; 0 where the spec does not ask for it, or there are few."""
+    share, weight = spec.sparsity_detection_threshold, request.state.tensor
+    if share is None or weight.is_meta:
+        return 0
+    zeros = weight.numel() - int(torch.count_nonzero(weight.detach()))
+    return zeros if zeros >= share * weight.numel() else 0
+
+
 def _masked_vectors(request: WeightRequest, dim: int) -> Problem:
     message = (
-        f"cluster_dim={dim} asked for by {request.rule}, but the weight is pruned, and a vector cannot be zero in "
-        "part. Use cluster_dim=1 for it."
+        f"cluster_dim={dim} asked for by {request.rule}, but the weight is pruned or keeps its zeros, and a vector "
+        "cannot be zero in part. Use cluster_dim=1 for it."
     )
     return Problem("order", request.state.name, message, Severity.ERROR)
 
@@ -106,4 +118,6 @@ def _packed_bytes(spec: PalettizationSpec, layout: VectorLayout, request: Weight
     numel = request.state.tensor.numel()
     masks = [s for s in request.stack if getattr(s, "compression_type", None) is CompressionType.PRUNING]
     kept = numel - int(numel * float(getattr(masks[-1], "sparsity", 0.0))) if masks else None
+    zeros = 0 if masks else _own_zeros(spec, request)
+    kept = numel - zeros if zeros else kept
     return stored_bytes(numel, spec.n_bits / spec.cluster_dim, kept, tables, needs_mask=True)

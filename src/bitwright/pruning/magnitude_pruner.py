@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from bitwright._utils.prepared_state import load_prepared_state
 from bitwright._utils.weight_simulators import SimulatorPlace, unique_simulators
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
@@ -66,6 +67,7 @@ class MagnitudePruner(WeightCompressor):
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
         target: str | None = None,
+        state_dict: Mapping[str, Any] | None = None,
     ) -> nn.Module:
         """Put masks on the weights, in place. Create optimizers afterwards.
 
@@ -77,13 +79,15 @@ class MagnitudePruner(WeightCompressor):
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
             target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
+            state_dict: that of a model pruned with the same configuration: weights, masks and steps of schedules are
+                taken from it.
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: the model is pruned already.
+            RuntimeError: the model is pruned already, or ``state_dict`` does not match it.
             TraceError: the model's forward raised.
         """
-        self._insert_planned(example_inputs, example_kwargs, strict, target)
+        self._insert_planned(example_inputs, example_kwargs, strict, target, state_dict)
         return self._model
 
     def _build(self, placement: Placement, below: tuple[nn.Module, ...]) -> PruneImplBase:
@@ -106,6 +110,14 @@ class MagnitudePruner(WeightCompressor):
         for impl, _ in inserted.placed:
             if impl.schedule is not None:
                 impl.update_sparsity(0)
+        self._make_masks(self._model)
+
+    def _initialise_from(self, state_dict: Mapping[str, Any], inserted: InsertedSimulators) -> None:
+        def other_steps() -> list[str]:
+            counts = {impl.steps for impl, _ in inserted.placed}
+            return [f"its weights are at different steps, {sorted(counts)}"] if len(counts) > 1 else []
+
+        load_prepared_state(self._model, state_dict, _has_mask, other_steps)
         self._make_masks(self._model)
 
     @property
@@ -264,6 +276,10 @@ class MagnitudePruner(WeightCompressor):
         for places in shared.values():
             if any(place.simulator.is_stale for place in places):
                 _rank_together(places, stacklevel)
+
+
+def _has_mask(simulator: nn.Module) -> bool:
+    return not isinstance(simulator, PruneImplBase) or simulator.mask.numel() > 0
 
 
 def _groups(state: StateTensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,11 @@ class Engine(ABC):
         """Return the plan; the model is not changed."""
 
     @abstractmethod
-    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+    def insert(self, example: ExampleInputs, plan: Plan, complete: Callable[[nn.Module], None]) -> nn.Module:
         """Insert the simulators of ``plan`` and initialise them; return the prepared model.
 
-        On an error the user's model is as it was.
+        On an error the user's model is as it was, also on one of ``complete``, which is called with the prepared model
+        at the end.
         """
 
     def folded(self) -> nn.Module | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bitwright._utils.heap_memory import heap_kept
 from bitwright._utils.mapped_folder import mapped_folder
 from bitwright._utils.module_mode import module_mode
+from bitwright._utils.prepared_state import load_prepared_state
 from bitwright.base_model_compressor import _BaseModelCompressor, _Lifecycle
 from bitwright.common import ExportBackend
 from bitwright.config.matching import ModuleRule, resolve_module_rules
@@ -113,6 +115,7 @@ class Quantizer(_Views, _BaseModelCompressor):
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
         target: str | None = None,
+        state_dict: Mapping[str, Any] | None = None,
     ) -> nn.Module:
         """Insert simulators; observers are off and fake quantization is on afterwards.
 
@@ -125,18 +128,21 @@ class Quantizer(_Views, _BaseModelCompressor):
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
             target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
+            state_dict: that of a model prepared with the same configuration, and in graph mode with example inputs of
+                the same shapes, for example after calibration or training: weights and parameters are taken from it.
 
         Returns:
             The prepared model: the user's own module in eager mode, a new ``GraphModule`` in graph mode.
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: graph mode, and the model is prepared already.
+            RuntimeError: the model is prepared already (graph mode, or with ``state_dict``), or ``state_dict`` does not
+                match the prepared model.
             TraceError: the model's forward raised, or ``torch.export`` cannot capture the model (graph mode).
         """
         example = _example(example_inputs, example_kwargs, dynamic_shapes, export_with_no_grad)
         if self._is_model_prepared(self._model) and not self._is_prepared_by_others(self._model, _is_quantizers):
-            if self._config.execution_mode == ExecutionMode.GRAPH:
+            if self._config.execution_mode == ExecutionMode.GRAPH or state_dict is not None:
                 raise RuntimeError("Model has already been prepared. Build a new Quantizer on the float model.")
             warnings.warn("Model has already been prepared; prepare() does nothing.", stacklevel=2)
             return self._model
@@ -144,12 +150,10 @@ class Quantizer(_Views, _BaseModelCompressor):
         report_problems(plan.problems, strict)
         rules = resolve_module_rules(self._config, self._engine.model)
         self._warn_of_schedules(plan, rules)
-        self._model = self._engine.insert(example, plan)
+        self._model = self._engine.insert(example, plan, partial(_complete, state_dict=state_dict))
         self._plan = plan
         by_module = {path: rule.config.qat_schedule for path, rule in rules.items() if rule.config.qat_schedule}
         self._schedules = ScheduleDriver(self._schedules_by_simulator(rules), by_module)
-        for calculator in gathering(_simulators(self._model)):
-            calculator.is_provisional = True
         self._mark_model_as_prepared(self._model)
         return self._model
 
@@ -376,6 +380,9 @@ class Quantizer(_Views, _BaseModelCompressor):
     ) -> nn.Module:
         """Return the model in the form that ``backend`` takes; eager mode changes ``model``, if there is no error.
 
+        ``ExportBackend.Torch`` is for evaluation in PyTorch: weights are plain tensors with the values that they are
+        quantized to, activations stay simulated.
+
         Args:
             model: a prepared model; the one that ``prepare`` returned when None.
             backend: ``ExportBackend`` member or its value.
@@ -506,6 +513,20 @@ def _schedules(paths: Iterable[str], rules: Mapping[str, ModuleRule]) -> dict[st
 
 def _simulators(model: nn.Module) -> list[FakeQuantizeImplBase]:
     return [module for module in model.modules() if isinstance(module, FakeQuantizeImplBase)]
+
+
+def _complete(prepared: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
+    """Note that activations have seen example inputs only, and load what another prepared model has seen."""
+    for calculator in gathering(_simulators(prepared)):
+        calculator.is_provisional = True
+    if state_dict is not None:
+        load_prepared_state(prepared, state_dict, _has_parameters)
+        rest(prepared)
+
+
+def _has_parameters(simulator: nn.Module) -> bool:
+    scale = getattr(getattr(simulator, "qparams_calculator", None), "scale", None)
+    return not isinstance(scale, torch.Tensor) or scale.numel() > 0
 
 
 def _is_quantizers(simulator: nn.Module) -> bool:

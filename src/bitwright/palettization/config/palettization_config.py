@@ -17,6 +17,7 @@ from bitwright.palettization.spec import PalettizationSpec, default_weight_palet
 
 from ._presets import KMeansPalettizerPresets, ModuleKMeansPalettizerPresets
 from .pat_schedule import PATSchedule
+from .vector_kmeans import VectorKMeansConfig
 
 __all__ = ["KMeansPalettizerConfig", "ModuleKMeansPalettizerConfig", "OpKMeansPalettizerConfig"]
 
@@ -57,6 +58,7 @@ class ModuleKMeansPalettizerConfig(
         rounding_precision: accepted for code written for coreai-opt, without effect: the histogram follows the range
             of the weight.
         pat_schedule: when palettization starts in training; None for at once.
+        vector_kmeans_config: how palettes of vectors are sought; only where some spec has ``cluster_dim > 1``.
         presets: ready-made configs, e.g. ``ModuleKMeansPalettizerConfig.presets.w4()``.
     """
 
@@ -65,6 +67,7 @@ class ModuleKMeansPalettizerConfig(
     enable_fast_kmeans_mode: bool = True
     rounding_precision: PositiveInt = 4
     pat_schedule: PATSchedule | None = None
+    vector_kmeans_config: VectorKMeansConfig | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot subclass ModuleKMeansPalettizerConfig, which is final.")
@@ -79,6 +82,20 @@ class ModuleKMeansPalettizerConfig(
                     f"op_state_spec[{key!r}] has cluster_dim={spec.cluster_dim}, but the fast k-means mode is for "
                     "scalar palettes (cluster_dim=1) only. Set enable_fast_kmeans_mode=False in this module config."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_settings_of_no_vectors(self) -> Self:
+        if self.vector_kmeans_config is None:
+            return self
+        ops = (*(self.op_type_config or {}).values(), *(self.op_name_config or {}).values())
+        sections = [self.op_state_spec, self.module_state_spec, *(op.op_state_spec for op in ops if op is not None)]
+        specs = [spec for section in sections for spec in (section or {}).values() if spec is not None]
+        if all(spec.cluster_dim == 1 for spec in specs):
+            raise ValueError(
+                "vector_kmeans_config is for palettes of vectors, and no spec of this module config has cluster_dim > "
+                "1. Leave it out, or set cluster_dim."
+            )
         return self
 
 

@@ -21,7 +21,14 @@ Quantize = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_palettes(
-    vectors: torch.Tensor, n_clusters: int, weights: torch.Tensor | None, *, fast: bool, seed: int, measured: bool
+    vectors: torch.Tensor,
+    n_clusters: int,
+    weights: torch.Tensor | None,
+    *,
+    fast: bool,
+    seed: int,
+    measured: bool,
+    restarts: int,
 ) -> ClusterResult:
     """Return the palettes of ``[P, N, D]`` vectors that minimise the (weighted) squared error of each group.
 
@@ -32,9 +39,10 @@ def find_palettes(
         fast: cluster scalars from a histogram.
         seed: of vector clustering.
         measured: whether the error of scalar palettes is wanted.
+        restarts: how many seedings of vectors are tried.
     """
     if vectors.shape[2] > 1:
-        return cluster_vectors(vectors, n_clusters, weights=weights, seed=seed)
+        return cluster_vectors(vectors, n_clusters, weights=weights, seed=seed, restarts=restarts)
     importance = None if weights is None else weights.squeeze(2)
     mode = "fast" if fast else "exact"
     return cluster_scalar(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.kernels.dispatch import is_plain_torch
+from bitwright.palettization.config.vector_kmeans import VectorKMeansConfig
 from bitwright.palettization.spec import DefaultTrainingSpec, PalettizationGranularity, TrainingStrategySpec
 from bitwright.palettization.spec.errors import _IncompatibleClusterDimError, _IncompatibleGranularityError
 from bitwright.palettization.spec.fake_palettize import _FakePalettizeImplBase
@@ -64,12 +65,16 @@ class _KMeansFakePalettize(PaletteState):
         rounding_precision: without effect.
         op_to_optimize: the function that consumes the weight; gives the axis of output channels.
         training_strategy_spec: what stands for the weight in training.
+        sparsity_detection_threshold: share of zeros from which on the zeros of the first weight stay zeros, as with
+            ``preserve_zeros``, whatever training does to them; None for no such share.
+        vector_kmeans_config: how palettes of vectors are sought, also as a dict; None for the defaults.
         output_axis: dimension of output channels, 0 or 1; None for that of ``op_to_optimize``.
         preserve_zeros: entries that come in as zero leave as zero, and have no part in clustering.
         seed: of vector clustering.
     """
 
     _assignment: Assignment | None = None
+    _sparsity_mask: torch.Tensor | None
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class _KMeansFakePalettize(PaletteState):
         rounding_precision: int = 4,
         op_to_optimize: Callable[..., Any] | None = None,
         training_strategy_spec: TrainingStrategySpec | None = None,
+        sparsity_detection_threshold: float | None = None,
+        vector_kmeans_config: VectorKMeansConfig | Mapping[str, Any] | None = None,
         *,
         output_axis: int | None = None,
         preserve_zeros: bool = False,
@@ -96,6 +103,10 @@ class _KMeansFakePalettize(PaletteState):
         self.enable_fast_kmeans_mode = enable_fast_kmeans_mode
         self.rounding_precision = rounding_precision
         self.preserve_zeros = preserve_zeros
+        self.sparsity_detection_threshold = sparsity_detection_threshold
+        self.vector_kmeans_config = VectorKMeansConfig.model_validate(vector_kmeans_config or {})
+        self._sparsity_detected = False
+        self.register_buffer("_sparsity_mask", None, persistent=False)
         self.seed = seed
         self._training_strategy = (training_strategy_spec or DefaultTrainingSpec()).build_strategy()
         self._sensitivities = sensitivities
@@ -126,6 +137,7 @@ class _KMeansFakePalettize(PaletteState):
         """
         if self._disabled:
             return weight
+        weight = self.with_zeros_kept(weight)
         self.ensure_initialized(weight)
         if self._disabled or not self.is_on:
             return weight
@@ -141,6 +153,20 @@ class _KMeansFakePalettize(PaletteState):
         if self.training:
             return self._training_strategy.train_forward(self, tensor)
         return self.hard_assign(tensor)
+
+    def with_zeros_kept(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight with those entries at zero that were zero in the first one, if it was sparse enough."""
+        share = self.sparsity_detection_threshold
+        if share is None:
+            return weight
+        if not self._sparsity_detected:
+            is_kept = weight.detach() != 0
+            zeros = weight.numel() - int(is_kept.sum())
+            self._sparsity_mask = is_kept if zeros > 0 and zeros >= share * weight.numel() else None
+            self._sparsity_detected = True
+            self.preserve_zeros |= self._sparsity_mask is not None
+        mask = self._sparsity_mask
+        return weight if mask is None else torch.where(mask, weight, 0.0)
 
     def ensure_initialized(self, weight: torch.Tensor) -> None:
         """Find palettes if there are none. A granularity that does not fit puts the simulator out of use.
@@ -162,6 +188,7 @@ class _KMeansFakePalettize(PaletteState):
         Raises:
             ValueError: the weight has entries that are not finite.
         """
+        weight = self.with_zeros_kept(weight)
         self.ensure_initialized(weight)
         if not self._disabled:
             self._update_assignment(weight)
@@ -192,7 +219,7 @@ class _KMeansFakePalettize(PaletteState):
             weight: what the simulator is given.
         """
         with suppress(ValueError):
-            self._update_assignment(weight)
+            self._update_assignment(self.with_zeros_kept(weight))
 
     def expect_moved_weight(self) -> None:
         """Assign each vector anew at the next call if training moves the weight while it follows it."""
@@ -201,6 +228,9 @@ class _KMeansFakePalettize(PaletteState):
 
     def expect_new_weight(self) -> None:
         """Make the palettes anew at the next call: PEFT's adapters that merge write to the weight."""
+        if self._sparsity_mask is not None:
+            self._sparsity_mask, self.preserve_zeros = None, False
+        self._sparsity_detected = False
         self.invalidate()
 
     def snapshot(self) -> _Snapshot:
@@ -238,7 +268,10 @@ class _KMeansFakePalettize(PaletteState):
         weights = self.importance_of(weight)
         fast, measured = self.enable_fast_kmeans_mode, self._lut_fake_quantizer is not None
         try:
-            found = find_palettes(vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed, measured=measured)
+            found = find_palettes(
+                vectors, 1 << self.n_bits, weights, fast=fast, seed=self.seed, measured=measured,
+                restarts=self.vector_kmeans_config.n_init,
+            )  # fmt: skip
         except ValueError as error:
             raise self._named(error) from error
         palettes = found.centroids

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from bitwright._utils.prepared_state import load_prepared_state
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
@@ -91,6 +92,7 @@ class KMeansPalettizer(WeightCompressor):
         example_inputs: tuple[Any, ...] = (),
         sensitivity_path: str | PathLike[str] | None = None,
         num_workers: int = 1,
+        state_dict: Mapping[str, Any] | None = None,
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
@@ -104,13 +106,16 @@ class KMeansPalettizer(WeightCompressor):
             example_inputs: positional inputs of the model.
             sensitivity_path: file of ``save_sensitivities`` or of ``calibration_mode``, for weighted clustering.
             num_workers: accepted for code written for coreai-opt; each weight is clustered by all of torch's threads.
+            state_dict: that of a model palettized with the same configuration: weights, palettes and indices are taken
+                from it, and nothing is clustered.
             example_kwargs: keyword inputs of the model.
             strict: turn every problem of the plan into an error, also those that only deserve a warning.
             target: name of a target of ``bitwright export``; what it cannot hold is a problem, too.
 
         Raises:
             PlanError: the configuration cannot be applied (a ``ValueError``); lists all problems.
-            RuntimeError: the model is palettized already, or a weight cannot be clustered.
+            RuntimeError: the model is palettized already, a weight cannot be clustered, or ``state_dict`` does not
+                match the prepared model.
             TraceError: the model's forward raised.
             ValueError: ``num_workers`` below 1, or a sensitivity of another shape than its weight.
         """
@@ -119,7 +124,7 @@ class KMeansPalettizer(WeightCompressor):
         self._refuse_prepared()
         self._num_workers = num_workers
         self._given = None if sensitivity_path is None else load_sensitivities(Path(sensitivity_path))
-        self._insert_planned(example_inputs, example_kwargs, strict, target)
+        self._insert_planned(example_inputs, example_kwargs, strict, target, state_dict)
         self._schedules = self._schedules_by_weight()
         settle_before_saving(self._model)
         return self._model
@@ -143,6 +148,7 @@ class KMeansPalettizer(WeightCompressor):
             **{name: getattr(spec, name) for name in type(spec).model_fields},
             enable_fast_kmeans_mode=config.enable_fast_kmeans_mode,
             rounding_precision=config.rounding_precision,
+            vector_kmeans_config=config.vector_kmeans_config,
             op_to_optimize=state.uses[0].op.target if state.uses else None,
             output_axis=None if axes is None else axes.channel,
             preserve_zeros=CompressionType.PRUNING in kinds_on(below),
@@ -152,6 +158,14 @@ class KMeansPalettizer(WeightCompressor):
         if self._given is not None:
             self._set_sensitivities(self._given, self._model)
         settle_all(palettized_places(self._model), self._num_workers)
+
+    def _initialise_from(self, state_dict: Mapping[str, Any], inserted: InsertedSimulators) -> None:
+        if self._given is not None:
+            self._set_sensitivities(self._given, self._model)
+        load_prepared_state(self._model, state_dict, _has_palettes)
+        for place in palettized_places(self._model):
+            place.simulator.with_zeros_kept(place.entering())
+            place.simulator.enable_fake_palett(True)
 
     def _schedules_by_weight(self) -> dict[str, PATSchedule]:
         """Return the schedule of each palettized weight that has one, by the weight's name."""
@@ -379,6 +393,10 @@ class KMeansPalettizer(WeightCompressor):
                 BitwrightWarning,
                 stacklevel=4,
             )
+
+
+def _has_palettes(simulator: nn.Module) -> bool:
+    return not isinstance(simulator, _KMeansFakePalettize) or simulator.centroids is not None
 
 
 def _known_sensitivities(model: nn.Module) -> dict[str, torch.Tensor]:

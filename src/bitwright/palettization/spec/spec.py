@@ -56,6 +56,9 @@ class PalettizationSpec(CompressionSpec):
         cluster_dim: entries of the weight that one index stands for; neighbours along dimension 0. More than 1 wants
             ``enable_fast_kmeans_mode=False`` in the module's config.
         enable_per_channel_scale: divide each output channel by its largest magnitude before clustering.
+        sparsity_detection_threshold: a weight of which at least this share is zero, and not nothing, keeps its zeros:
+            palettes are made for the other entries, and what is stored is a mask and their indices. In [0, 1]; None
+            leaves it to pruning. Not with ``cluster_dim > 1``.
         training_strategy_spec: how gradients reach the weight in training: ``{"type": "default"}`` (they do not),
             ``"ste"`` (straight through) or ``"dkm"`` (differentiable k-means).
 
@@ -78,6 +81,7 @@ class PalettizationSpec(CompressionSpec):
     training_strategy_spec: Annotated[
         TrainingStrategySpec, BeforeValidator(TrainingStrategySpec.maybe_build_from_dict)
     ] = Field(default_factory=DefaultTrainingSpec)
+    sparsity_detection_threshold: Annotated[float | None, Field(ge=0.0, le=1.0)] = None
 
     _compression_type: CompressionType = PrivateAttr(default=CompressionType.PALETTIZATION)
 
@@ -109,6 +113,8 @@ class PalettizationSpec(CompressionSpec):
             )
         if spec.qformulation is QuantizationFormulation.MINVAL:
             raise ValueError("lut_qspec.qformulation=MINVAL is not supported for palettes; use 'zp'.")
+        if not spec.dtype.is_floating_point and spec.scale_dtype is not None:
+            raise ValueError(f"lut_qspec.scale_dtype must be None for integer tables, got {spec.scale_dtype}.")
         return spec
 
     @field_serializer("lut_qspec", when_used="json-unless-none")
@@ -129,6 +135,8 @@ class PalettizationSpec(CompressionSpec):
         if self.lut_qspec is not None:
             words.append(f"{str(self.lut_qspec.dtype).removeprefix('torch.')} entries")
         strategy = type(self.training_strategy_spec).registry_key()
+        if self.sparsity_detection_threshold is not None:
+            words.append(f"zeros kept from {self.sparsity_detection_threshold:.0%}")
         words += [strategy] if strategy != "default" else []
         return " ".join(words)
 

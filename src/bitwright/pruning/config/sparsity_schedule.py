@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +22,8 @@ __all__ = [
 class SparsityScheduleBase(RegisteredModel, ABC):
     """Base class of schedules. Frozen; written as a mapping with a ``type`` key.
 
-    Steps are counted in calls of ``pruner.step()``.
+    Steps are counted in calls of ``pruner.step()``. A subclass may leave ``prev_sparsity`` out, as those written for
+    coreai-opt 0.4 do.
     """
 
     @abstractmethod
@@ -35,6 +38,14 @@ class SparsityScheduleBase(RegisteredModel, ABC):
         Raises:
             ValueError: ``prev_sparsity`` is needed and None.
         """
+
+    def sparsity_at(self, step_count: int, target_sparsity: float, before: float) -> float:
+        """Return what ``compute_sparsity`` says, ``before`` being the sparsity at the step before."""
+        compute: Any = self.compute_sparsity
+        parameters = inspect.signature(compute).parameters
+        takes_more = len(parameters) > 2 or any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+        sparsity: float = compute(step_count, target_sparsity, *([before] if takes_more else []))
+        return sparsity
 
 
 @SparsityScheduleBase.register("constant")

@@ -132,7 +132,7 @@ class PruneImplBase(CompressionSimulatorBase, ABC):
             raise RuntimeError(
                 f"{self.tensor_fqn}: update_sparsity needs a schedule, and there is none; set sparsity_schedule."
             )
-        self.sparsity = self.schedule.compute_sparsity(step_count, self.target_sparsity, self._sparsity)
+        self.sparsity = self.schedule.sparsity_at(step_count, self.target_sparsity, self._sparsity)
 
     def set_mask(self, mask: torch.Tensor, weight: torch.Tensor | None = None) -> None:
         """Take over a copy of a mask that was made elsewhere, until the sparsity changes.

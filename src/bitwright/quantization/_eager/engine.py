@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ class EagerEngine(Engine):
         self.program, self._stacks = weights.program, weights.stacks
         return plan_eager_quantization(self.config, self.model, self.program, self._stacks)
 
-    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+    def insert(self, example: ExampleInputs, plan: Plan, complete: Callable[[nn.Module], None]) -> nn.Module:
         """Insert into the model in place; see the base class."""
         refuse_unusable("Quantizer", tensors_needed(plan, self.program))
         insertion = Insertion(self.model, self.program, plan, resolve_module_rules(self.config, self.model))
         try:
             _initialise(self.model, insertion, example, self._stacks)
+            complete(self.model)
         except BaseException:
             insertion.revert()
             raise

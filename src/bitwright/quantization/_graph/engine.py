@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +104,7 @@ class GraphEngine(Engine):
                 note = "stored in full: a batch norm is folded into it"
                 rows[number] = replace(row, compressed_bytes=row.dense_bytes, note=note)
 
-    def insert(self, example: ExampleInputs, plan: Plan) -> nn.Module:
+    def insert(self, example: ExampleInputs, plan: Plan, complete: Callable[[nn.Module], None]) -> nn.Module:
         """Insert into the graph that the last ``plan`` captured, and return it."""
         assert self._captured is not None
         module, decisions = self._captured
@@ -127,6 +127,7 @@ class GraphEngine(Engine):
             stop_gradients(module)
         self._paths = {name: placement.module_path for name, (_, placement) in insertion.simulators.items()}
         self._preserve_attributes(module)
+        complete(module)
         return module
 
     def module_paths(self) -> Mapping[str, str]:
