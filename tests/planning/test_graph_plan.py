@@ -342,6 +342,22 @@ class TestProblems:
         codes = sorted({problem.code for problem in plan_of(nn.Sequential(linear()), config=config).problems})
         assert codes == ["axis-unresolved", "unmatched-key"]
 
+    def test_results_without_elements_are_told(self) -> None:
+        """They have no simulator, of which finalize would say that it has seen nothing; the others have theirs."""
+
+        def some(s: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([s.l(x[:0]).transpose(0, 1).sum(1)[None], s.l(x)])
+
+        boundary = ModuleQuantizerConfig(module_input_spec=INT4, module_output_spec=INT4)
+        for config in (QuantizerConfig.presets.w8a8(), QuantizerConfig(module_name_configs={"l": boundary})):
+            plan = plan_of(Lambda(some, l=linear()), config=config)
+            (problem,) = plan.problems
+            assert (problem.code, problem.where) == ("empty-activation", "linear")
+            found = [row for row in plan if row.kind == "activation"]
+            assert all(0 not in row.shape for row in found)
+            assert "linear_1[input]" in rows(plan)
+        assert not plan_of(Lambda(some, l=linear()), config=QuantizerConfig.presets.w8()).problems
+
 
 class TestMutation:
     def test_caches_that_are_written_to_are_not_simulated(self) -> None:

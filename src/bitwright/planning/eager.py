@@ -15,7 +15,8 @@ from bitwright.config.spec import CompressionTargetTensor
 from bitwright.program import Op, Program
 
 from .computed_weights import computed_weight_problems, finalized_weight_problems
-from .eager_activations import empty_activation_problems, request_activations
+from .eager_activations import empty_activations, request_activations
+from .empty_activations import empty_activation_problems
 from .enclosed_weights import enclosed_weight_problems
 from .left_out import left_out_rows
 from .looked_up_weights import looked_up_problems
@@ -70,7 +71,7 @@ def plan_eager_quantization(
     problems += looked_up_problems(program, builder.plan.placements)
     weights = {placement.state.name for placement in builder.plan.placements if placement.state is not None}
     problems += enclosed_weight_problems(program, op_rules, weights)
-    problems += empty_activation_problems(program, rules, op_rules)
+    problems += empty_activation_problems(empty_activations(program, rules, op_rules))
     ruled = ((found, op, op) for op in program.ops if (found := op_rules(op)) is not None)
     problems += unused_key_problems(program, rules, ruled)
     return builder.build([*problems, *unmatched_problems(rules)])

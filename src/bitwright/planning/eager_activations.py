@@ -9,19 +9,18 @@ from bitwright.config.matching import ModuleRules, OpRule, SpecMatch, lookup_spe
 from bitwright.program import Argument, Op, Program, Value
 from bitwright.program.aten_names import is_in_place
 
+from .empty_activations import is_empty
 from .exact_values import exact_values
 from .known_ranges import sentinel_values
-from .plan import Problem, Site
+from .plan import Site
 from .simulated_states import is_unpacked
 from .state_updates import state_updates
 from .weight_views import state_read_by
 
-__all__ = ["ActivationRequest", "empty_activation_problems", "request_activations"]
+__all__ = ["ActivationRequest", "empty_activations", "request_activations"]
 
 ActivationRequest = tuple[Site, Any, str, str]
 """A site, its spec, the rule that asked for it, and the module whose config decided."""
-
-_NAMED = 3
 
 
 def request_activations(
@@ -51,25 +50,15 @@ def request_activations(
                 yield from _request(_output(program, rules, op, op_rule, value), site)
 
 
-def empty_activation_problems(
-    program: Program, rules: ModuleRules, op_rule_of: Callable[[Op], OpRule | None]
-) -> list[Problem]:
-    """Return a problem if outputs that the configuration asks to simulate have no elements with the example inputs."""
-    empty = [
+def empty_activations(program: Program, rules: ModuleRules, op_rule_of: Callable[[Op], OpRule | None]) -> list[str]:
+    """Return the names of ops with outputs that the configuration asks to simulate and that have no elements."""
+    return [
         op.name
         for op in program.ops
         for value in op.outputs
-        if value.numel == 0 and value.dtype.is_floating_point
+        if is_empty(value) and value.dtype.is_floating_point
         for _ in _request(_output(program, rules, op, op_rule_of(op), value), Site(op, output_index=value.output_index))
     ]
-    if not empty:
-        return []
-    names = ", ".join(map(repr, empty[:_NAMED])) + (f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else "")
-    message = (
-        f"with these example inputs the results of {names} have no elements, so that nothing is known of them and they "
-        "stay in float. Plan and prepare with example inputs that have some, such as a batch of size 1."
-    )
-    return [Problem("empty-activation", empty[0], message)]
 
 
 def _is_weight(argument: Argument) -> bool:

@@ -17,6 +17,7 @@ from bitwright.quantization.spec import PerBlockGranularity, PerTensorGranularit
 from .chains import Chain, find_chains, fused_problems, rule_by_itself
 from .computed_weights import computed_weight_problems, finalized_weight_problems
 from .eager import PlanBuilder
+from .empty_activations import empty_activation_problems
 from .enclosed_weights import enclosed_weight_problems
 from .graph_boundaries import apply_boundaries
 from .graph_ops import OpRole
@@ -92,6 +93,7 @@ def plan_graph_quantization(
     groups = reconcile(program, chains, table)
     problems = apply_boundaries(program, rules, table, groups)
     problems += apply_kv_caches(config, program, table, groups)
+    problems += empty_activation_problems(list(dict.fromkeys(table.empty)))
     problems += fused_problems(chains)
     problems += computed_weight_problems(program, _rules_of(chains), model)
     problems += finalized_weight_problems(program, _rules_of(chains))

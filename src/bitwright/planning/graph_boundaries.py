@@ -8,6 +8,7 @@ from dataclasses import replace
 from bitwright.config.matching import ModuleRule, ModuleRules, SpecMatch, lookup_spec
 from bitwright.program import ModuleCall, Program, Value
 
+from .empty_activations import is_empty
 from .graph_ops import is_float
 from .merge_specs import effective
 from .plan import Problem
@@ -46,7 +47,7 @@ def _by_strength(rules: ModuleRules) -> Iterator[tuple[str, ModuleRule]]:
 def _apply_inputs(path: str, rule: ModuleRule, call: ModuleCall, table: SlotTable, groups: list[Group]) -> None:
     for index, value in enumerate(call.inputs):
         match = lookup_spec(rule.module_input_spec, (index, call.input_names[index]))
-        if value is None or not match.found or not is_float(value):
+        if value is None or not match.found or not is_float(value) or is_empty(value):
             continue
         readers = {id(use.op): use.op for use in value.uses if path in use.op.module_stack}
         slots = [table.add_input(op, value) for op in readers.values()]
@@ -57,6 +58,9 @@ def _apply_outputs(path: str, rule: ModuleRule, call: ModuleCall, table: SlotTab
     for index, value in enumerate(call.outputs):
         match = lookup_spec(rule.module_output_spec, (index,))
         if value is None or not match.found or not is_float(value) or not _made_inside(value, path):
+            continue
+        if is_empty(value):
+            table.empty += [value.producer.name] if match.spec is not None and value.producer is not None else []
             continue
         _join_or_override([table.add_output(value)], _demand(path, rule, match, "module_output_spec"), groups)
 

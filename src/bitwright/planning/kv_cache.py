@@ -7,6 +7,7 @@ from typing import Any
 
 from bitwright.program import Op, Program, Value
 
+from .empty_activations import is_empty
 from .graph_boundaries import override
 from .graph_ops import is_float
 from .plan import Problem, Severity
@@ -45,6 +46,9 @@ def _apply(where: str, cache: Any, op: Op, table: SlotTable, groups: list[Group]
             f"inputs are {found}."
         )
         return [Problem("kv-cache", where, message, Severity.ERROR)]
+    if is_empty(inputs[index]):
+        table.empty.append(op.name)
+        return []
     (spec,) = cache.op_quantizer_config.op_input_spec.values()
     override([table.add_input(op, inputs[index])], Demand(spec, _STRONGEST, where, op.module_path), groups)
     return []

@@ -11,6 +11,7 @@ from bitwright.config.matching import SpecMatch, lookup_spec
 from bitwright.program import Argument, Op, Program, Value
 
 from .chains import Chain
+from .empty_activations import is_empty
 from .exact_values import exact_values
 from .graph_ops import Passthrough, is_float, passthrough_of
 from .known_ranges import KnownRange, known_range, known_ranges, sentinel_values
@@ -76,11 +77,13 @@ class SlotTable:
         outputs: index of the slot of a value where it is produced, by ``id``; only for values that chains and ops which
             move values produce.
         inputs: index of the slot of a value where an op reads it, by ``id`` of op and value.
+        empty: names of ops with results that the configuration asks to simulate, and that have no elements.
     """
 
     slots: list[Slot] = field(default_factory=list)
     outputs: dict[int, int] = field(default_factory=dict)
     inputs: dict[tuple[int, int], int] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
 
     def output(self, value: Value) -> Slot | None:
         """Return the slot of ``value`` where it is produced."""
@@ -116,11 +119,11 @@ class SlotTable:
 def build_slots(program: Program, chains: Sequence[Chain], simulated: AbstractSet[int] = frozenset()) -> SlotTable:
     """Return the slots of a program with the demands of its chains.
 
-    Tensors that are no real numbers, states whose specs are the business of ``op_state_spec``, and values that hold
-    mask sentinels, of which every digit matters or that go on from call to call by themselves have no slots. Neither
-    have values whose ``id`` is in ``simulated``: their numbers are on a grid already. Tensors that an op writes to in
-    place while others still look at them have none where they are produced, since the write would go to a copy, and
-    those that are states none at all.
+    Tensors that are no real numbers or have no elements, states whose specs are the business of ``op_state_spec``, and
+    values that hold mask sentinels, of which every digit matters or that go on from call to call by themselves have no
+    slots. Neither have values whose ``id`` is in ``simulated``: their numbers are on a grid already. Tensors that an op
+    writes to in place while others still look at them have none where they are produced, since the write would go to a
+    copy, and those that are states none at all.
     """
     builder = _Builder(program, chains, simulated)
     for op in program.ops:
@@ -154,7 +157,9 @@ class _Builder:
         op, role = chain.primary, chain.role
         for argument in op.arguments:
             value = argument.value
-            if not self._may_stand_before(op, argument) or (state_read_by(argument) is not None and not role.shares):
+            if is_empty(value) or not self._may_stand_before(op, argument):
+                continue
+            if state_read_by(argument) is not None and not role.shares:
                 continue
             slot = self.table.add_input(op, value)
             producer = value.producer
@@ -172,19 +177,24 @@ class _Builder:
         for value in chain.last.outputs:
             if not self._may_stand(value):
                 continue
-            slot = self.table.add_output(value)
             position = value.output_index
             match = lookup_spec(chain.rule.op_output_spec, (position,))
-            if match.key == "*" and chain.role.outputs is not None and position >= chain.role.outputs:
+            is_of_others = match.key == "*" and chain.role.outputs is not None and position >= chain.role.outputs
+            demand = None if is_of_others else _demand(chain, match, "op_output_spec")
+            if is_empty(value):
+                self.table.empty += [chain.last.name] if demand is not None and demand.spec is not None else []
                 continue
-            slot.demand = _demand(chain, match, "op_output_spec")
-            if position == 0:
+            slot = self.table.add_output(value)
+            slot.demand = demand
+            if position == 0 and not is_of_others:
                 slot.fact = known_range(chain.last)
 
     def _add_passthrough(self, op: Op) -> None:
         if not op.arguments or not op.outputs:
             return
         before, after = op.arguments[0].value, op.outputs[0]
+        if is_empty(before) or is_empty(after):
+            return
         if before.state is None and before.view is None and self._may_stand(before) and self._may_stand(after):
             self.table.add_input(op, before)
             self.table.add_output(after)
