@@ -209,6 +209,35 @@ def test_nothing_is_left_of_checking_a_graph() -> None:
     assert model.calls == 1  # the graph that is compared with is run once
 
 
+class Flattening(nn.Module):
+    """Multiplies sizes between products of tensors: where sizes are free, theirs are operations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y = torch.sigmoid(y) * y
+        y = y.reshape(x.shape[0] * x.shape[1], x.shape[2])
+        y = self.second(y)
+        return torch.tanh(y) * y
+
+
+@pytest.mark.parametrize("free", [{}, {1: AUTO}], ids=str)
+def test_layers_are_those_of_the_same_name_whichever_sizes_are_free(free: dict[int, Any]) -> None:
+    """The float model is captured with the same sizes free, for else a later product would have another name."""
+    model, batch = seeded(Flattening), frames((4, 5))[0]
+    quantizer = Quantizer(copy.deepcopy(model), QuantizerConfig())
+    compressed = quantizer.prepare((batch,), dynamic_shapes=(free,) if free else None)
+    with quantizer.calibration_mode():
+        compressed(batch)
+    report = compare(model, compressed, [batch])
+    assert len([layer for layer in report.layers if layer.kind == "mul"]) == 2
+    assert all(layer.accumulated.sqnr_db > 20 for layer in report.layers if layer.accumulated)
+    assert not report.notes
+
+
 def test_sizes_that_differ_may_vary() -> None:
     """Besides the batch only those, so that a graph is fixed where it can be."""
     model = seeded(Words)

@@ -223,10 +223,9 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.memory, self.twice, self.calls = nn.Parameter(torch.randn(4, 4)), None, None, 0
+        self.weight, self.memory, self.twice = nn.Parameter(torch.randn(4, 4)), None, None
 
     def forward(self, x):
-        self.calls += 1
         self.twice = self.weight * 2
         self.memory = x if self.memory is None else self.memory + x
         self.kept = self.memory @ self.twice
@@ -234,9 +233,10 @@ class Recurrent(nn.Module):
 
 
 def test_what_depends_on_inputs_or_parameters_is_recorded():
-    model = Recurrent().eval()
+    model, calls = Recurrent().eval(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
     assert [op.type for op in trace_eager(model, (torch.randn(2, 4),)).ops] == ["mul", "matmul"]
-    assert model.calls == 1
+    assert len(calls) == 1
 
 
 def test_buffers_that_hold_nan_are_seen_to_be_as_before():
@@ -275,3 +275,101 @@ def test_a_buffer_that_grows_is_as_before() -> None:
         model(torch.ones(4, 8))
         assert model.cache.shape == (9, 8)
     assert torch.equal(model.cache, torch.zeros(5, 8))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_arguments_of_pools_have_their_names(kind, dims):
+    """As torch's modules hand them over, by position; the names are those of the schema."""
+    schema = getattr(torch.ops.aten, f"{kind}_pool{dims}d").default._schema
+    pool = getattr(nn, f"{kind.title()}Pool{dims}d")(3, 2, 1, ceil_mode=True)
+    program = trace_eager(pool, (torch.randn(1, 2, *[8] * dims),))
+    named = {"input", *program.ops[0].literals} - {"return_indices"}
+    assert named == {"input", *(argument.name for argument in schema.arguments)} - {"self"}
+    assert program.ops[0].literals["ceil_mode"] is True
+
+
+class KeepsThings(nn.Module):
+    """Counts its calls and keeps data of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls, self.last, self.sizes, self.sums = 0, None, [], {"all": torch.zeros(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen_any = True
+        self.sizes.append(len(x))
+        self.sums["all"] += x.sum()
+        x = self.layer(x) if self.last is None else self.layer(x) + self.last
+        self.last = x
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_forward_keeps_in_attributes_is_as_before(fails: bool) -> None:
+    """A counter would begin one further on, and the next batch would meet the example's data."""
+    model = KeepsThings()
+    if fails:
+        model.layer.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(TraceError):
+            trace_eager(model, (torch.randn(2, 4),))
+    else:
+        assert [op.type for op in trace_eager(model, (torch.randn(2, 4),)).ops] == ["sum", "add_", "linear"]
+    assert (model.calls, model.last, model.sizes, model.sums) == (0, None, [], {"all": torch.zeros(())})
+    assert not hasattr(model, "seen_any")
+
+
+def test_a_model_that_is_built_by_its_first_call_is_planned_as_it_is_then() -> None:
+    """The flag that says so would otherwise be put back, and the next call would make another layer."""
+
+    class Built(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_built = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_built:
+                self.layer = nn.Linear(x.shape[-1], 3)
+                self.register_buffer("table", torch.arange(3.0) * 2)
+                self.is_built = True
+            return self.layer(x) * self.table
+
+    model = Built()
+    program = trace_eager(model, (torch.randn(2, 4),))
+    layer = model.layer
+    assert [op.name for op in program.ops] == ["layer.linear", "mul"]
+    assert {"layer.weight", "layer.bias", "table"} == program.states.keys()
+    model(torch.randn(2, 4))
+    assert model.layer is layer
+
+
+@pytest.mark.parametrize("write", [lambda w: w.div_(2.0), lambda w: w.data.div_(2.0)], ids=["parameter", "data"])
+def test_a_model_that_writes_to_its_parameters_once_does_not_do_so_again(write) -> None:
+    """Parameters are not put back, so that the flag that says so is not either."""
+
+    class Rescaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.is_rescaled = nn.Linear(4, 4), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_rescaled:
+                write(self.layer.weight)
+                self.is_rescaled = True
+            return self.layer(x)
+
+    model = nn.Sequential(Rescaled())
+    half = model[0].layer.weight.detach() / 2
+    trace_eager(model, (torch.randn(2, 4),))
+    model(torch.randn(2, 4))
+    assert torch.equal(model[0].layer.weight, half)
+
+
+def test_lazy_modules_with_buffers_are_made_by_the_trace() -> None:
+    """They have no numbers before, which could be put back."""
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    trace_eager(model, (torch.randn(2, 4),))
+    assert model[0].in_features == 4
+    assert model[1].running_mean.shape == (3,)

@@ -395,6 +395,17 @@ def _branches(s: Any, x: torch.Tensor) -> torch.Tensor:
     return y if ASKED[s.asks](x.shape[0]) else -y
 
 
+def _in_fours(s: Any, x: torch.Tensor) -> torch.Tensor:
+    """Work on four rows at a time, as Mamba-2 does on chunks; what is padded is cut off again."""
+    s.count.add_(1)
+    s.seen.append(0)
+    rows, missing = x.shape[0], (4 - x.shape[0] % 4) % 4
+    if missing > 0:
+        x = F.pad(x, (0, 0, 0, missing))
+    x = F.dropout(s.l(x), 0.5, training=s.training).view(-1, 4, 4)
+    return x.cumsum(1).view(-1, 4)[:rows]
+
+
 class TestSizesOfParts:
     """A part of a dynamic size may be 1 where torch.export takes it for another number."""
 
@@ -458,6 +469,34 @@ class TestSizesOfParts:
                     with pytest.raises(ValueError, match=rf"args_0\.shape\[0\] = {rows}\.(?s:.*){line}"):
                         module(x)
 
+    def test_another_branch_with_the_same_numbers(self) -> None:
+        """A pad of 0 is none: the model is asked, once, and goes on as if it had not been."""
+        model = Lambda(_in_fours, l=nn.Linear(4, 4)).train()
+        model.register_buffer("count", torch.zeros(()))
+        model.seen = []
+        shapes = (({0: torch.export.Dim.AUTO},),)
+        graph, _ = capture_graph(model, (torch.randn(6, 4),), dynamic_shapes=shapes)
+        model.l.eval()
+        before, random, x = (model.count.clone(), list(model.seen)), torch.get_rng_state(), torch.randn(8, 4)
+        graph._input_check.check_leaves(graph, [x])
+        assert (model.count, model.seen, model.training, model.l.training) == (*before, True, False)
+        torch.set_rng_state(random)
+        expected = model(x)
+        torch.set_rng_state(random)
+        torch.testing.assert_close(graph(x), expected)
+        pickled, copied = pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)
+        assert (pickled(x).shape, copied(x[:4]).shape) == ((8, 4), (4, 4))
+        with pytest.raises(ValueError, match="keep the model that was prepared: it is gone"):
+            pickled(x[:4])
+
+    def test_what_zeros_do_not_tell(self) -> None:
+        """Branches that agree for the numbers of one call do not for others; where none differ, nobody knows."""
+        model = Lambda(lambda s, x: x * 2 if x.shape[0] % 2 else x * 3)
+        for zeros in (torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.long)):
+            graph, _ = capture_graph(model, (zeros,), dynamic_shapes=(({0: torch.export.Dim.AUTO},),))
+            with pytest.raises(ValueError, match="another branch"):
+                graph(zeros[:2])
+
 
 def test_the_model_is_left_alone() -> None:
     """Modes, buffers, hooks and random state are as before."""
@@ -511,6 +550,50 @@ def test_graphs_with_memory_formats_are_saved() -> None:
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded(x), 2 * x)
     assert loaded(x).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_calls_that_fail_and_are_caught_leave_no_trace() -> None:
+    """As in SpeechBrain's x-vectors: torch's tracer stays in a module whose call raises. Others keep their names."""
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, flag: int = 0) -> torch.Tensor:
+            y = self.inner(x)
+            if flag:
+                raise ValueError("no flags")
+            return y
+
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in (layers.plain, layers.picky):
+            try:
+                x = layer(x, flag=1)
+            except (TypeError, ValueError):
+                x = layer(x)
+        return x
+
+    model, x = Lambda(forward, plain=nn.Linear(4, 4), picky=Picky()).eval(), torch.randn(2, 4)
+    graph, program = capture_graph(model, (x,))
+    assert torch.equal(graph(x), model(x))
+    assert [op.module_path for op in program.ops if "linear" in str(op.handle.target)] == ["plain", "picky.inner"]
+
+
+def test_graphs_that_call_ops_with_all_their_overloads_are_saved() -> None:
+    """As those do that are finalized for Core AI, ``torch.ops.coreai.quantize``; an op that nobody knows is named."""
+    x = torch.randn(2, 4)
+    graph, _ = capture_graph(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (x,))
+    (relu,) = (node for node in graph.graph.nodes if "relu" in str(node.target))
+    relu.target = torch.ops.aten.relu
+    graph.recompile()
+    file = io.BytesIO()
+    torch.save(graph, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), graph(x))
+    stored = pickle.dumps(graph).replace(b"aten", b"none")
+    with pytest.raises(RuntimeError, match=r"torch\.ops\.none\.\w+, .* import the package"):
+        pickle.loads(stored)
 
 
 def test_generated_code_calls_torchs_functions_and_the_graph_keeps_the_ops() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -64,7 +64,12 @@ def _fixed_dimensions(inputs: Inputs) -> int:
     return sum(size < 2 for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
 
 
-def dynamic_shapes(inputs: Inputs, model: nn.Module, others: Iterable[Inputs] | None = None) -> Any:
+def dynamic_shapes(
+    inputs: Inputs,
+    model: nn.Module,
+    others: Iterable[Inputs] | None = None,
+    is_free: Callable[[torch.Tensor, int], bool] = lambda tensor, dim: True,
+) -> Any:
     """Return what lets sizes of inputs vary, as ``torch.export`` takes it: by parameter of forward.
 
     Args:
@@ -72,10 +77,11 @@ def dynamic_shapes(inputs: Inputs, model: nn.Module, others: Iterable[Inputs] | 
         model: the model.
         others: what else it will be called with. Only the batch, dimension 0, varies then, and dimensions that have
             another size there. None to let every dimension vary.
+        is_free: says of a tensor of the inputs and a dimension whether that may vary.
     """
     named = _by_parameter(inputs, model)
     more = None if others is None else [_by_parameter(entry, model) for entry in others]
-    return _varying(named, more)
+    return _varying(named, more, is_free)
 
 
 def _by_parameter(inputs: Inputs, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
@@ -86,15 +92,16 @@ def _by_parameter(inputs: Inputs, model: nn.Module) -> dict[str, Any] | tuple[An
         return dict(inputs.kwargs) or inputs.args
 
 
-def _varying(value: Any, others: Sequence[Any] | None) -> Any:
+def _varying(value: Any, others: Sequence[Any] | None, is_free: Callable[[torch.Tensor, int], bool]) -> Any:
     """Return the dynamic shapes of a value; ``others`` are those in its place among further inputs."""
     if isinstance(value, torch.Tensor):
         shapes = None if others is None else [entry.shape for entry in others if isinstance(entry, torch.Tensor)]
-        return {dim: Dim.AUTO for dim, size in enumerate(value.shape) if size > 1 and _varies(dim, size, shapes)}
+        vary = [dim for dim, size in enumerate(value.shape) if size > 1 and _varies(dim, size, shapes)]
+        return {dim: Dim.AUTO for dim in vary if is_free(value, dim)}
     if isinstance(value, Mapping):
-        return {key: _varying(entry, _in_place(others, Mapping, key)) for key, entry in value.items()}
+        return {key: _varying(entry, _in_place(others, Mapping, key), is_free) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        entries = [_varying(entry, _in_place(others, (list, tuple), i)) for i, entry in enumerate(value)]
+        entries = [_varying(entry, _in_place(others, (list, tuple), i), is_free) for i, entry in enumerate(value)]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return None
 

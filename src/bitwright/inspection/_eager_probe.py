@@ -13,11 +13,11 @@ from torch import nn
 from bitwright._utils.forward_scope import ForwardScope, wrap_forward
 from bitwright._utils.parametrization import own_parametrizations
 from bitwright.artifact.sites import activation_simulators
+from bitwright.program.states import States
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._lockstep import Stepper
 from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, is_plain, kept, kind_axis, outside_frames
-from ._state import States
 
 __all__ = ["EagerProbe"]
 

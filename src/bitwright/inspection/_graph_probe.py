@@ -17,12 +17,13 @@ from bitwright.program import Program
 from bitwright.program.graph import capture_graph
 from bitwright.program.graph_program import build_program
 from bitwright.program.protect import preserved_state
+from bitwright.program.states import states_preserved
+from bitwright.quantization._graph.fold_insert import OP_NAME
 
 from ._batches import dynamic_shapes
 from ._graph_pair import GraphPair
 from ._graph_run import GraphRun
 from ._probe import ComparedWeight, Inputs, LayerHook, LayerSite, PairProbe, float_tensors
-from ._state import states_preserved
 
 __all__ = ["GraphProbe"]
 
@@ -57,6 +58,7 @@ class GraphProbe(PairProbe):
         self._pairs: list[GraphPair] = []
         self._pair_by_kind: dict[Hashable, GraphPair] = {}
         self._is_reproducible = not is_graph
+        self._may_free_all = True
         self._shown: set[str] = set()
         first = self._pair_for(example)
         self.layers = first.layers
@@ -159,8 +161,15 @@ class GraphProbe(PairProbe):
         return pair
 
     def _captured(self, inputs: Inputs, expected: list[torch.Tensor]) -> GraphPair:
-        """Capture the model with all sizes free that can be, or else with those of the inputs."""
-        for shapes in (dynamic_shapes(inputs, self._model), None):
+        """Capture the model with all sizes free that can be, or with those of the compressed graph, or with none.
+
+        Arithmetic on free sizes takes names of operations, so that later ones have others than in the compressed graph.
+        """
+        everything, free = dynamic_shapes(inputs, self._model), self._other.free_sizes(inputs)
+        ways = [everything] if self._may_free_all else []
+        if free:
+            ways.append(dynamic_shapes(inputs, self._model, is_free=lambda tensor, dim: (id(tensor), dim) in free))
+        for shapes in (*ways, None):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -169,6 +178,9 @@ class GraphProbe(PairProbe):
                 if shapes is None:
                     raise
                 continue
+            if shapes is everything and free is not None and not self._has_all(program):
+                self._may_free_all = False
+                continue
             pair = self._pair(graph, program)
             if self._holds(pair, inputs, expected):
                 return pair
@@ -176,6 +188,11 @@ class GraphProbe(PairProbe):
         self.notes.append(_OTHER_OUTPUT)
         warnings.warn(_OTHER_OUTPUT, stacklevel=2)
         return pair
+
+    def _has_all(self, program: Program) -> bool:
+        """Whether the compressed graph has all operations of a program by name, but for batch norms, which it folds."""
+        known = {node.meta.get(OP_NAME, node.name) for node in self._compressed.graph.nodes}
+        return all(op.name in known or "batch_norm" in op.type for op in program.ops)
 
     def _pair(self, graph: fx.GraphModule, program: Program) -> GraphPair:
         first = self._pairs[0] if self._pairs else None

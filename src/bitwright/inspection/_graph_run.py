@@ -52,6 +52,22 @@ class GraphRun:
         if isinstance(check, InputCheck):
             check.check_leaves(self.module, _flat_inputs(self.module, inputs, self.names))
 
+    def free_sizes(self, inputs: Inputs) -> set[tuple[int, int]] | None:
+        """Return which sizes of inputs the graph takes as they come: the ``id`` of a tensor, and the dimension.
+
+        None if the graph does not say.
+        """
+        check = getattr(self.module, "_input_check", None)
+        leaves = _flat_inputs(self.module, inputs, self.names)
+        if not isinstance(check, InputCheck) or len(leaves) != len(check.shapes):
+            return None
+        return {
+            (id(leaf), dim)
+            for leaf, shape in zip(leaves, check.shapes, strict=True)
+            for dim, known in enumerate(shape.dimensions or ())
+            if known.size is None
+        }
+
     def result(self, inputs: Inputs) -> Any:
         """Run all nodes and return the output."""
         for _ in self.steps(inputs):

@@ -16,10 +16,10 @@ from bitwright.config import CompressionConfig
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.planning import Plan
 from bitwright.program.export_errors import blaming_inputs
+from bitwright.program.states import states_preserved
 
 from ._batches import batches_of, dynamic_shapes, example_of, inputs_of
 from ._probe import Inputs
-from ._state import states_preserved
 from .fidelity import Progress
 
 __all__ = ["AppliedConfig", "apply_configs", "compressor_for", "plan_config"]

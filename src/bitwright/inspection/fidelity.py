@@ -12,6 +12,7 @@ from torch import fx, nn
 from bitwright._utils.free_memory import FreeMemory
 from bitwright._utils.module_mode import module_mode
 from bitwright.program.export_errors import blaming_inputs
+from bitwright.program.states import States
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from ._batches import batches_of, inputs_of
@@ -20,7 +21,6 @@ from ._evidence import Evidence, activation_evidence, problems_of, usual_evidenc
 from ._probe import Inputs, LayerSite, PairProbe, float_tensors, kept, outside_frames
 from ._ranges import CodeUse, code_range, code_use
 from ._sizes import StoredSize, is_compressed, stored_sizes
-from ._state import States
 from .metrics import ErrorAccumulator, ErrorMetrics, HistogramAccumulator
 from .report import ActivationFidelity, FidelityReport, LayerFidelity, WeightFidelity
 

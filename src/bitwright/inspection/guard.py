@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from bitwright._utils.forward_scope import wrap_forward
 from bitwright.planning import Plan
+from bitwright.program.states import states_preserved
 from bitwright.quantization._eager.interception import ShieldScope
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
@@ -27,7 +28,6 @@ from ._checks import (
     check_statistics,
     finding_layers,
 )
-from ._state import states_preserved
 from .diagnostics import DamageError, DamageWarning, Finding
 from .fidelity import Metric, Progress, compare, evaluating
 from .report import FidelityReport

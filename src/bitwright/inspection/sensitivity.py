@@ -15,13 +15,13 @@ from torch import nn
 
 from bitwright.config import CompressionConfig
 from bitwright.program.export_errors import blaming_inputs
+from bitwright.program.states import states_preserved
 
 from ._batches import batches_of, example_of, inputs_of
 from ._end_to_end import OutputStatistics
 from ._fingerprint import fingerprint
 from ._probe import LayerSite, PairProbe, kept
 from ._sizes import stored_sizes
-from ._state import states_preserved
 from .applying import apply_configs
 from .fidelity import Metric, Progress, evaluating, make_probe, under_all_names
 from .metrics import SQNR_LIMIT_DB, _Report

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .exporting import one_at_a_time
-from .protect import contents, preserved_state, refill
+from .protect import preserved_state
+from .states import contents, refill
 
 __all__ = ["computes_with_sizes"]
 

@@ -26,8 +26,9 @@ from .handed_out import HandedOut
 from .kept_tensors import calls_of_constant, kept_tensors
 from .masks import holds_mask
 from .model import Argument, ModuleCall, Op, Program, StateTensor, Value, ValueKind, collect_states
-from .protect import preserved_state
+from .protect import evaluated
 from .signatures import argument_names
+from .states import states_preserved
 
 __all__ = ["trace_eager"]
 
@@ -45,8 +46,9 @@ def trace_eager(
     """Run ``model`` once in eval mode under ``no_grad`` and return what happened as a :class:`Program`.
 
     The ops of each module are recorded at its first call only; of later calls the boundary, as ``repeats``. The model,
-    its statistics and the random state are as before. A model that computes a constant when it is first called, and
-    keeps it, runs once more: it will not make those calls again.
+    its statistics, what it keeps and the random state are as before. A model that computes a constant when it is first
+    called, and keeps it, or registers layers or tensors then, runs once more: it will not make those calls again. The
+    modules that do so keep their attributes, and those that write to parameters, which are not put back either.
 
     Args:
         model: the model.
@@ -59,21 +61,33 @@ def trace_eager(
         TraceError: the model's forward raised; the error names the innermost module and keeps the cause.
     """
     computed_once: list[Op] = []
+    keeping = set[int]()
     for calls in range(2):
-        tracer, kept = _Tracer(model, on_op, every_call), kept_tensors(model)
-        _run(model, tracer, example_inputs, dict(example_kwargs or {}))
-        new = [tensor for place, tensor in kept_tensors(model).items() if tensor is not kept.get(place)]
-        value_of = functools.partial(tracer.value_of, name="", kind=ValueKind.OTHER)
-        found = [op for one in map(value_of, new) for op in calls_of_constant(one, [*map(value_of, kept.values())])]
-        if not found or calls == 1:
+        with states_preserved(model, but=keeping):
+            tracer, kept = _Tracer(model, on_op, every_call), kept_tensors(model)
+            _run(model, tracer, example_inputs, dict(example_kwargs or {}))
+            found = _constants_kept(model, tracer, kept)
+            keeping |= tracer.writers() | {module for module, _ in found}
+        if calls == 1 or not (found or tracer.has_grown()):
             break
-        computed_once = found
+        computed_once = [op for _, ops in found for op in ops]
     return tracer.program(computed_once)
+
+
+def _constants_kept(
+    model: nn.Module, tracer: _Tracer, before: Mapping[tuple[int, str, Any], torch.Tensor]
+) -> list[tuple[int, list[Op]]]:
+    """The ``id`` of each module that keeps a constant now, unlike before, and the calls that have computed it."""
+    value_of = functools.partial(tracer.value_of, name="", kind=ValueKind.OTHER)
+    new = [(place[0], tensor) for place, tensor in kept_tensors(model).items() if tensor is not before.get(place)]
+    known = [*map(value_of, before.values())]
+    found = [(module, calls_of_constant(value_of(tensor), known)) for module, tensor in new]
+    return [(module, ops) for module, ops in found if ops]
 
 
 def _run(model: nn.Module, tracer: _Tracer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Call a model once, traced."""
-    with preserved_state(model):
+    with evaluated(model):
         undo = tracer.install()
         try:
             with torch.compiler.set_stance("force_eager"), tracer.mode:  # compiled parts run as they were written
@@ -130,6 +144,18 @@ class _Tracer:
             for name, parameter in model.named_parameters()
             if not nn.parameter.is_lazy(parameter)
         }
+
+    def has_grown(self) -> bool:
+        """Whether the model has registered modules, parameters or buffers since the tracer was made."""
+        return self.paths.keys() != {id(module) for module in self.model.modules()} or self.states.keys() != (
+            collect_states(self.model).keys()
+        )
+
+    def writers(self) -> set[int]:
+        """The ``id`` of each module in whose forward a parameter was written to."""
+        parameters = {name for state in self.states.values() if state.is_parameter for name in state.names}
+        paths = {path for op in self.ops if not parameters.isdisjoint(op.overwrites) for path in op.module_stack}
+        return {module for module, path in self.paths.items() if path in paths}
 
     def install(self) -> list[Callable[[], None]]:
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]

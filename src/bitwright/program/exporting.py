@@ -24,6 +24,7 @@ from bitwright.errors import TraceError
 
 from .assigned_buffers import assignments_written
 from .export_errors import flag_refused, sizes_refused, unknown_class
+from .failed_calls import failed_calls_forgotten
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
 from .python_sizes import python_on_sizes
@@ -75,7 +76,12 @@ def _captured(
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
     """A program, and the names of buffers that the model registered for the first time."""
     capture = partial(_capture, model, tuple(args), dict(kwargs), options)
-    with without_fake_tensors(model), assignments_written(model), _registrations(model) as registered:
+    with (
+        without_fake_tensors(model),
+        assignments_written(model),
+        failed_calls_forgotten(),
+        _registrations(model) as registered,
+    ):
         try:
             program = captured_again_if_corrected(capture)
         except Exception as error:

@@ -17,6 +17,11 @@ __all__ = ["GraphRecord", "copy_graph"]
 # Kept with a node: names and places. Fake tensors and tracing records refer to live objects and stay behind.
 _KEPT_META = ("torch_fn", "nn_module_stack", "stack_trace", "bitwright")
 
+_UNKNOWN_OP = (
+    "the graph calls torch.ops.{self.namespace}.{self.name}, which nothing has registered in this process; before "
+    "loading, import the package that does (coreai_torch for torch.ops.coreai)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _NodeReference:
@@ -25,14 +30,17 @@ class _NodeReference:
 
 @dataclass(frozen=True, slots=True)
 class _OpReference:
-    """An op of ``torch.ops`` by name; ``overload`` is None for a higher-order op."""
+    """An op of ``torch.ops`` by name; ``overload`` is None for a higher-order op and for all overloads of an op."""
 
     namespace: str
     name: str
     overload: str | None
 
     def resolve(self) -> Callable[..., Any]:
-        found = getattr(getattr(torch.ops, self.namespace), self.name)
+        namespace = getattr(torch.ops, self.namespace)
+        if not hasattr(namespace, self.name):
+            raise RuntimeError(_UNKNOWN_OP.format(self=self))
+        found = getattr(namespace, self.name)
         op: Callable[..., Any] = found if self.overload is None else getattr(found, self.overload)
         return op
 
@@ -152,6 +160,9 @@ def _encode(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
         return _OpReference(namespace, name, target._overloadname)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return _OpReference(namespace, name, None)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _OpReference("higher_order", target.__name__, None)
     if isinstance(target, torch.memory_format):

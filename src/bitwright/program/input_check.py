@@ -15,6 +15,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .batch_dependence import computes_with_sizes
+from .float_graph import FloatGraph
 from .other_batches import changed_sizes, holds_for_batches_of
 from .size_conditions import SizeCondition
 
@@ -88,15 +89,26 @@ class InputShape:
 
 
 class Origin:
-    """The model that a graph was captured from, as long as somebody has it; copies refer to it, pickles do not."""
+    """The model that a graph was captured from, as long as somebody has it; copies refer to it, pickles do not.
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    Args:
+        model: the model.
+        graph: as it was captured, None where nobody will ask whether it computes what the model does.
+    """
+
+    def __init__(self, model: nn.Module | None = None, graph: FloatGraph | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
+        self._graph = graph
 
     @property
     def model(self) -> nn.Module | None:
         """The model; None if it is gone."""
         return None if self._model is None else self._model()
+
+    def computes_the_same(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graph is seen to compute what the model does, with flattened inputs of these sizes."""
+        model = self.model
+        return model is not None and self._graph is not None and self._graph.computes_as(model, leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
@@ -114,7 +126,8 @@ class InputCheck:
     Attributes:
         parameters: names of forward's arguments, in order.
         shapes: one entry for each flattened input.
-        origin: the model, which is asked whether it computes with the size of the batch.
+        origin: the model, which is asked whether it computes with the size of the batch, and what it computes where
+            it takes another branch.
         conditions: what must be true of sizes that vary.
     """
 
@@ -128,8 +141,8 @@ class InputCheck:
 
         Raises:
             ValueError: an input has another shape than the graph was captured for, or one for which the model takes
-                another branch, or is another number, flag or string; names the input, and says what was captured and
-                what came.
+                another branch with other results, or is another number, flag or string; names the input, and says what
+                was captured and what came.
         """
         if torch.compiler.is_compiling():
             return
@@ -155,9 +168,17 @@ class InputCheck:
                 if self._holds_all_the_same(module, leaves):
                     break
                 raise _misfit(expected, expected.dimensions, tuple(leaf.shape))
-        for condition in self.conditions:
-            if not condition.holds(seen):
-                raise condition.refusal(seen, self._names_of_symbols())
+        broken = next((condition for condition in self.conditions if not condition.holds(seen)), None)
+        if broken is not None and not self._has_the_same_numbers(module, leaves, seen):
+            raise broken.refusal(seen, self._names_of_symbols(), self.origin.model is None)
+
+    def _has_the_same_numbers(self, module: nn.Module, leaves: Sequence[Any], seen: Mapping[str, int]) -> bool:
+        """Whether the other branch that the model takes computes what the graph's does; kept, also in copies."""
+        known: set[Any] = module.__dict__.setdefault("_other_branches", set())
+        sizes = tuple(sorted(seen.items()))
+        if sizes not in known and self.origin.computes_the_same(leaves):
+            known.add(sizes)
+        return sizes in known
 
     def _names_of_symbols(self) -> dict[str, str]:
         """What to call the sizes that vary: the first dimension of an input that is one."""

@@ -11,29 +11,29 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["contents", "preserved_state", "refill", "without_fake_tensors"]
+from .states import contents, refill, states_preserved
+
+__all__ = ["evaluated", "preserved_state", "without_fake_tensors"]
 
 
 @contextmanager
 def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put ``model`` in eval mode under ``no_grad`` and restore modes, buffers and random state on exit.
+    """Put ``model`` in eval mode under ``no_grad``; restore modes, buffers, attributes and random state on exit.
 
-    Only those buffers are copied back that the forward wrote to.
+    What of these is known, and that only what the forward wrote to is copied back, is told at ``States``.
 
     Args:
         model: the model.
-        writable: submodules whose buffers keep what the forward writes into them (simulators that observe).
+        writable: submodules that keep what the forward writes into them (simulators that observe).
     """
-    free = {id(module) for root in writable for module in root.modules()}
+    with states_preserved(model, without=writable), evaluated(model):
+        yield
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in eval mode under ``no_grad``; restore the modes of its modules and the random state on exit."""
     modes = [(module, module.training) for module in model.modules()]
-    slots = [
-        (module, name, buffer)
-        for module in model.modules()
-        if id(module) not in free
-        for name, buffer in module._buffers.items()
-    ]
-    unique = {id(buffer): buffer for _, _, buffer in slots if buffer is not None and not buffer.is_inference()}
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in unique.values()]
     model.eval()
     try:
         with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
@@ -41,23 +41,6 @@ def preserved_state(model: nn.Module, writable: Iterable[nn.Module] = ()) -> Ite
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, version, saved in buffers:
-                if buffer.shape != saved.shape:  # by ``buffer.data = ...``
-                    buffer.data = saved
-                elif buffer._version != version or _differs(buffer, saved):
-                    buffer.copy_(saved)
-        for module, name, buffer_slot in slots:
-            if name in module._buffers and module._buffers[name] is not buffer_slot:
-                module._buffers[name] = buffer_slot
-
-
-def _differs(buffer: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether a buffer has other numbers than before: what is written through ``buffer.data`` counts no version."""
-    comparable = type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
-    if not comparable or torch.equal(buffer, saved):
-        return False
-    return not bool(torch.isclose(buffer, saved, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 @contextmanager
@@ -83,23 +66,6 @@ def without_fake_tensors(model: nn.Module) -> Iterator[None]:
         for value, content in held:
             if any(isinstance(entry, FakeTensor) for entry in _entries(value)):
                 refill(value, content)
-
-
-def contents(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the dictionaries, lists and sets in a model's attributes, inner ones too, each with a copy of it."""
-    held: dict[int, tuple[Any, Any]] = {}
-    values: list[Any] = [vars(module) for module in model.modules()]
-    for value in values:
-        if type(value) in (dict, list, set) and id(value) not in held:
-            held[id(value)] = value, type(value)(value)
-            values += _entries(value)
-    return list(held.values())
-
-
-def refill(value: Any, content: Any) -> None:
-    """Give a dictionary, list or set the content of ``content``."""
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _entries(value: Any) -> list[Any]:

@@ -17,6 +17,8 @@ _CONV_TRANSPOSE = ("input", "weight", "bias", "stride", "padding", "output_paddi
 _BINARY = ("input", "other")
 _RNN = ("input", "hx", "weight", "bias", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 _POOL = ("input", "kernel_size", "stride", "padding")
+_MAX_POOL = (*_POOL, "dilation", "ceil_mode", "return_indices")
+_AVERAGE = (*_POOL, "ceil_mode", "count_include_pad", "divisor_override")
 
 # Built-in functions carry no Python signature; these are the documented names.
 _BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
@@ -24,8 +26,8 @@ _BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
     **{f"conv_transpose{d}d": _CONV_TRANSPOSE for d in (1, 2, 3)},
     **dict.fromkeys(("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "matmul", "true_divide"), _BINARY),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RNN),
-    **{f"avg_pool{d}d": _POOL for d in (1, 2, 3)},
-    **{f"max_pool{d}d": _POOL for d in (1, 2, 3)},
+    **{f"avg_pool{d}d": _AVERAGE for d in (1, 2, 3)},
+    **{f"max_pool{d}d": _MAX_POOL for d in (1, 2, 3)},
     **{f"adaptive_avg_pool{d}d": ("input", "output_size") for d in (1, 2, 3)},
     "linear": ("input", "weight", "bias"),
     "embedding": ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),

@@ -27,7 +27,7 @@ _LAYERS_FOLDER = os.path.join(_TORCH_FOLDER, "nn", "")
 
 
 class OtherBranchError(ValueError):
-    """A call with sizes for which the model takes another branch than the graph has."""
+    """A call with sizes for which the model takes another branch than the graph has, with other results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,22 @@ class SizeCondition:
             return True
         return _is_true(self.expression, tuple((name, sizes[name]) for name in names))
 
-    def refusal(self, sizes: Mapping[str, int], names: Mapping[str, str]) -> OtherBranchError:
+    def refusal(self, sizes: Mapping[str, int], names: Mapping[str, str], unasked: bool = False) -> OtherBranchError:
         """Return the error to raise where it does not hold.
 
         Args:
             sizes: by symbol.
             names: what to call symbols, as ``x.shape[0]``.
+            unasked: the model is gone, so that nobody could tell whether its other branch computes the same.
         """
         symbols = sorted(self.expression.free_symbols, key=lambda symbol: str(symbol.name))
         shown = self.expression.xreplace({s: sympy.Symbol(names.get(s.name, s.name)) for s in symbols})
         came = ", ".join(f"{names.get(s.name, s.name)} = {sizes[s.name]}" for s in symbols)
+        keep = "Where the other branch has the same results, keep the model that was prepared: it is gone. Otherwise p"
         return OtherBranchError(
-            f"The graph was captured for sizes with {shown}, and came {came}. The model computes something else then:\n"
-            f"{self.place}\nPrepare a model with example inputs of such sizes for these, or set "
-            'execution_mode="eager" in the QuantizerConfig.'
+            f"The graph was captured for sizes with {shown}, and came {came}. The model takes another branch then:\n"
+            f"{self.place}\n{keep if unasked else 'P'}repare a model with example inputs of such sizes for these, or "
+            'set execution_mode="eager" in the QuantizerConfig.'
         )
 
 

@@ -18,6 +18,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from bitwright.errors import TraceError
 
 from .assigned_buffers import read_before_writing
+from .float_graph import FloatGraph
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape, Origin
@@ -69,7 +70,7 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     _drop_trace_asserts(graph)
     _drop_dead_code(graph)
     read_before_writing(graph)
-    return TracedGraphModule(root.module, graph, _input_check(exported, graph, model))
+    return TracedGraphModule(root.module, graph, _input_check(exported, graph, model, root.module))
 
 
 def _is_plain(exported: ExportedProgram) -> bool:
@@ -182,7 +183,7 @@ def _has_effect(node: fx.Node) -> bool:
     return node.is_impure() or getattr(node.target, "__module__", None) == _TRANSFORMS
 
 
-def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module) -> InputCheck | None:
+def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module, root: nn.Module) -> InputCheck | None:
     codegen = graph._codegen
     if not isinstance(codegen, _PyTreeCodeGen):
         return None
@@ -196,7 +197,9 @@ def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module) -
     shapes = tuple(
         InputShape(name, _dimensions(node.meta.get("val"), ranges), constants.get(name)) for node, name in names.items()
     )
-    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, Origin(model), conditions_on_sizes(exported))
+    conditions = conditions_on_sizes(exported)
+    origin = Origin(model, FloatGraph(root, graph, model) if conditions else None)
+    return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, origin, conditions)
 
 
 def _dimensions(value: Any, ranges: dict[str, Any]) -> tuple[Dimension, ...] | None:

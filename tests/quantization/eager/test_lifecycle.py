@@ -424,3 +424,23 @@ def test_a_new_calibration_begins_with_the_first_call_of_a_forward():
             prepared(x)
     ranges = {name: value for name, value in prepared.named_buffers() if name.endswith("running_max")}
     assert ranges["layer.linear_quantize_input.qparams_calculator.running_max"].item() == 10.0
+
+
+def test_preparing_leaves_what_forward_keeps_as_it_was():
+    """Two forwards run while preparing: a counter would begin at 2, and a cache with the example's numbers."""
+
+    class Streaming(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls, self.last, self.log = nn.Linear(4, 4), 0, None, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.log.append(x)
+            y = self.layer(x) if self.last is None else self.layer(x) + self.last
+            self.last = y
+            return y
+
+    model = Streaming().eval()
+    Quantizer(model, QuantizerConfig(execution_mode="eager")).prepare((torch.randn(2, 4),))
+    assert (model.calls, model.last, model.log) == (0, None, [])
