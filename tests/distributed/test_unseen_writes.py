@@ -113,3 +113,71 @@ def test_parts_of_palettized_weights_are_saved_as_they_are() -> None:
     state = prepared.state_dict()
     assert len(before) == 2
     assert all(torch.equal(state[name], indices) for name, indices in before.items())
+
+
+def palettized_and_pruned(sharded: bool) -> tuple[KMeansPalettizer, nn.Module]:
+    """Palettes that train, on masks."""
+    torch.manual_seed(0)
+    spec = PalettizationSpec(n_bits=2, training_strategy_spec=STETrainingSpec())
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    MagnitudePruner(model).prepare((x,))
+    config = KMeansPalettizerConfig(global_config=ModuleKMeansPalettizerConfig(op_state_spec={"weight": spec}))
+    palettizer = KMeansPalettizer(model, config)
+    prepared = palettizer.prepare((x,))
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (*prepared, prepared):
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+    return palettizer, prepared
+
+
+def train(prepared: nn.Module, steps: int) -> list[float]:
+    """Train and return the losses."""
+    optimizer, losses = torch.optim.SGD(prepared.parameters(), lr=0.5), []
+    for step in range(steps):
+        loss = prepared(torch.full((2, 8), 1.0 + step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def indices_of(prepared: nn.Module) -> list[torch.Tensor]:
+    """Return the indices of all palettes."""
+    return [tensor.clone() for name, tensor in prepared.state_dict().items() if name.endswith("indices")]
+
+
+@pytest.mark.usefixtures("alone")
+def test_palettes_on_parts_of_weights_train_as_on_whole_ones() -> None:
+    """The same losses, and on the end of training the indices of the whole weights."""
+    results = []
+    for sharded in (False, True):
+        palettizer, prepared = palettized_and_pruned(sharded)
+        with palettizer.training_mode(prepared):
+            losses = train(prepared, 3)
+        results.append((losses, indices_of(prepared)))
+    (losses, indices), (its_losses, its_indices) = results
+    assert losses == its_losses
+    assert all(torch.equal(mine, its) for mine, its in zip(indices, its_indices, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_process_waits_for_parts_after_an_error() -> None:
+    """The others may not know of it; indices are brought up to date in the next forward."""
+    palettizer, prepared = palettized_and_pruned(sharded=True)
+    before = indices_of(prepared)
+
+    def fail() -> None:
+        with palettizer.training_mode(prepared):
+            with torch.no_grad():
+                for parameter in prepared.parameters():
+                    parameter.neg_()
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(map(torch.equal, before, indices_of(prepared)))
+    prepared.eval()(torch.zeros(1, 8))
+    assert not any(map(torch.equal, before, indices_of(prepared)))

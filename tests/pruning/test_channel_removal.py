@@ -517,6 +517,7 @@ class Scaled(nn.Module):
     ("function", "goes"),
     [
         (lambda y, x: y / x.shape[0], False),
+        (lambda y, x: y * x.shape[1], False),
         (lambda y, x: y * x.abs().mean().item(), False),
         (lambda y, x: y.sum(0, keepdim=True), False),
         (lambda y, x: y.sum(1), False),
@@ -534,6 +535,29 @@ def test_constants_of_one_input_alone_stay(function, goes):
     assert report.removed == ({"first": (8, 7)} if goes else {})
     for other, expected in zip(others, before, strict=True):
         assert torch.allclose(model(other), expected, atol=1e-5)
+
+
+class Attended(nn.Module):
+    """A dead output whose bias comes out times the size of a square mask."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.first, self.second, self.size = nn.Linear(6, 8), nn.Linear(8, 3), size
+        with torch.no_grad():
+            self.first.weight[1] = 0
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        assert self.size in (None, len(mask))
+        assert mask.shape[0] == mask.shape[1]
+        return self.second(self.first(mask @ x) * len(mask))
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_sizes_of_several_inputs_change_together(size):
+    """A size that the model wants as it is belongs to the constant."""
+    model, x = Attended(size).eval(), torch.randn(2, 4, 6)
+    report = shrink(model, (x,), example_kwargs={"mask": torch.ones(4, 4)})
+    assert report.removed == ({} if size is None else {"first": (8, 7)})
 
 
 def test_averages_over_a_fixed_number_are_no_constants():

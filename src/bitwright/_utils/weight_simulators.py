@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
+from bitwright.quantization.spec._sharded import whole
 
 from .parametrization import own_parametrizations
 
@@ -71,9 +72,12 @@ class SimulatorPlace(Generic[_T]):
         return original
 
     def entering(self) -> torch.Tensor:
-        """Return what the simulator is given: the weight as the simulators below it leave it, without gradient."""
+        """Return what the simulator is given: the weight as the simulators below it leave it, without gradient.
+
+        Processes that hold parts of the weight must all ask; each gets the whole.
+        """
         with torch.no_grad():
-            weight = self.original.detach()
+            weight = whole(self.original.detach())
             for simulator in self.below:
                 weight = simulator(weight)
         return weight

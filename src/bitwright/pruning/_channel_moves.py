@@ -53,8 +53,8 @@ def moved_channels(op: Op, channels: Channels, before: Sequence[int]) -> Channel
             return None
         literals = op.literals
         averages_zeros = op.type.startswith("avg") and any(widths(literals.get("padding", 0)))
-        divisor = literals.get("divisor_override", literals.get("6"))  # as torch's own module hands it over
-        sums = op.type.startswith("avg") and divisor is not None  # fewer entries in windows over the end
+        divided = literals.get("divisor_override") is not None  # fewer entries in windows over the end
+        sums = op.type.startswith("avg") and divided
         return channels.constant_where_zero() if averages_zeros or sums else channels
     if op.type in _RESIZES:
         return channels if dim == 1 else None

@@ -39,16 +39,31 @@ def row_slices(rows: int, length: int) -> list[slice]:
     return slices_of(rows, max(1, CHUNK // 2 // length))
 
 
+class _Memory:
+    """The memory of a CPU tensor, which lives as long as arrays of it do."""
+
+    def __init__(self, tensor: Tensor, kind: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"{kind}{tensor.itemsize}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
 def as_numpy(values: Tensor) -> npt.NDArray[np.floating]:
-    """A CPU tensor as an array: shared memory for float32 and float64, a float32 copy for 16-bit dtypes."""
+    """A CPU tensor as an array: shared memory for float32 and float64, a float32 copy for 16-bit dtypes.
+
+    It is made from the address, since ``Tensor.numpy`` fixes the size of the memory for good: FSDP2 frees weights by
+    setting it to zero.
+    """
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    array: npt.NDArray[np.floating] = values.numpy()
-    return array
+    return np.asarray(_Memory(values.resolve_neg(), "f"))
 
 
 def codes_of(values: Tensor) -> npt.NDArray[np.unsignedinteger]:
     """The bit patterns of a CPU tensor of 16 or 32 bits per element, in shared memory."""
-    if values.dtype == torch.float32:
-        return values.view(torch.int32).numpy().view(np.uint32)
-    return values.view(torch.int16).numpy().view(np.uint16)
+    return np.asarray(_Memory(values.resolve_neg(), "u"))

@@ -25,6 +25,7 @@ from bitwright.planning import Placement, Plan
 from bitwright.planning.ops import AxisConflictError, default_weight_axes
 from bitwright.planning.palettized import PalettizationTechnique
 from bitwright.planning.stacking import kinds_on
+from bitwright.quantization.spec._sharded import is_sharded
 
 from ._palettized_places import (
     PalettizedPlace,
@@ -372,20 +373,25 @@ class KMeansPalettizer(WeightCompressor):
             if schedule is not None:
                 switch(place.simulator, schedule._compute_state(self._step_count))
 
-    def _complete(self, target: nn.Module) -> None:
-        """Switch palettization on everywhere, and bring palettes and indices up to date."""
+    def _complete(self, target: nn.Module, *, together: bool = True) -> None:
+        """Switch palettization on everywhere, and bring palettes and indices up to date.
+
+        Those of weights that other processes hold parts of wait for the next call unless all processes are here.
+        """
         places = palettized_places(target)
         for place in places:
             switch(place.simulator, True)
             place.simulator.expect_moved_weight()
         unsettled = [place for place in places if not place.simulator.is_settled]
+        if not together:
+            unsettled = [place for place in unsettled if not is_sharded(place.original)]
         if unsettled:
             settle_all(unsettled, self._num_workers)
 
     def _complete_after_error(self, target: nn.Module) -> None:
         """Do what can be done of :meth:`_complete`, so that the error of the caller's block is the one that is told."""
         try:
-            self._complete(target)
+            self._complete(target, together=False)
         except Exception as error:
             warnings.warn(
                 f"training_mode() was left by an error, and the palettes of the weights as they are now could not be "
