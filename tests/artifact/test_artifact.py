@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 
@@ -572,3 +573,18 @@ def test_a_full_disk_leaves_no_folder_that_blocks_the_next_try(saved, tmp_path, 
     for name in ("new", "there"):
         artifact.save(tmp_path / name)
         assert len(Artifact.load(tmp_path / name)) == len(artifact)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"aliases": {"tied": "gone"}}, "aliases.*tied"),
+        ({"aliases": {"weight": "bias"}}, "aliases.*weight"),
+        ({"config": {"seed": math.nan}}, "config="),
+        ({"plan": object()}, "plan="),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(given, words, tmp_path):
+    with pytest.raises(ArtifactError, match=words):
+        Artifact(Artifact.from_model(nn.Linear(2, 3)), **given).save(tmp_path / "new")
+    assert not any(tmp_path.iterdir())

@@ -154,9 +154,11 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
         Raises:
             NotADirectoryError: ``directory`` is a file.
             FileExistsError: it is not empty.
-            ArtifactError: a name has no form in UTF-8.
+            ArtifactError: a name has no form in UTF-8, an alias is one of no tensor or hides one, or :attr:`config` or
+                :attr:`plan` is not JSON-compatible.
         """
         _check_encodable([*self._tensors, *self.aliases, *self.activations])
+        self._check_aliases()
         with new_directory_atomically(directory) as folder:
             self._write(folder, shard_bytes)
 
@@ -175,9 +177,18 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
             Manifest(
                 versions=self.versions, files=writer.files, tensors=tensors, aliases=self.aliases,
                 activations=activations, folded_norms=None if self.folded_norms is None else list(self.folded_norms),
-                config=self.config, plan=self.plan,
+                config=_as_json(self.config, "config"), plan=_as_json(self.plan, "plan"),
             ),
         )  # fmt: skip
+
+    def _check_aliases(self) -> None:
+        names = set(self._tensors)
+        wrong = [alias for alias, name in self.aliases.items() if name not in names or alias in names]
+        if wrong:
+            raise ArtifactError(
+                f"The aliases {wrong[:10]} are of no tensor of the artifact, or are names of its own tensors, so that "
+                "nothing could load it. Let each be a further name of one of the tensors."
+            )
 
     def __getitem__(self, name: str) -> CompressedTensor[Any]:
         try:

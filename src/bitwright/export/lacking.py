@@ -49,7 +49,17 @@ def without_lacking(
 
 
 def _calls(program: torch.export.ExportedProgram, table: dict[Any, Callable[..., Any]]) -> int:
-    return sum(node.op == "call_function" and node.target in table for node in program.graph.nodes)
+    """How often a program calls operators of a table, or their forms that write in place."""
+    return sum(node.op == "call_function" and _without_write(node.target) in table for node in program.graph.nodes)
+
+
+def _without_write(op: Any) -> Any:
+    """What an operator that writes in place becomes in a program that is functional; others as they are."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or not op._schema.is_mutable:
+        return op
+    name = op._schema.name.removeprefix("aten::")
+    name = name.replace("__i", "__", 1) if name.startswith("__i") else name.removesuffix("_")
+    return getattr(getattr(_aten, name, None), op._overloadname, op)
 
 
 def composed(op: Any) -> Callable[..., Any]:

@@ -173,11 +173,11 @@ def _program(
 
 def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Write with other operators what ExecuTorch lacks, or computes less exactly; ``program`` may be changed."""
+    drop_constants(program)  # while it still writes in place to its inputs, if it does
     if not _has_kernels_for_complex(program):
         program = without_complex_numbers(program) or program
     drop_assertions_of_values(program.graph_module)
     program = without_lacking(program, _LACKING) or program
-    drop_constants(program)
     remove_unread_sparse_states(program)
     compute_beforehand(program, _lacks)
     flatten_convolutions(program)
