@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _peer import both, requires_peer
+from _peer import PeerError, both, call_peer, requires_peer
 
 from bitwright.quantization.spec import RunningRangeMixin
 
@@ -170,3 +170,52 @@ def test_random_models_and_configs_are_equal(start: int, monkeypatch: pytest.Mon
         assert ours["gradients"].keys() == theirs["gradients"].keys(), seed
         for name, value in theirs["gradients"].items():
             assert torch.equal(ours["gradients"][name], value), (seed, name)
+
+
+def prepare_without_axis(package: str, payload: Any) -> Any:
+    """Prepare a model whose granularities name no axis; return the shape of the one scale."""
+    import importlib
+    import warnings
+
+    import torch
+    from torch import nn
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = nn.Linear(4, 8), nn.Parameter(torch.randn(8, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(self.layer(x), self.factor)
+
+    quantization = importlib.import_module(f"{package}.quantization")
+    states = {payload["state"]: {"dtype": "int8", "granularity": payload["granularity"]}}
+    entry = {"op_input_spec": None, "op_output_spec": None, "op_state_spec": states}
+    config = {"global_config": entry, "execution_mode": payload["mode"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantizer = quantization.Quantizer(
+            Product(), quantization.QuantizerConfig.from_dict({"quantization_config": config})
+        )
+        prepared = quantizer.prepare((torch.randn(2, 4),))
+    (scale,) = (value for name, value in prepared.state_dict().items() if name.endswith("qparams_calculator.scale"))
+    return list(scale.shape)
+
+
+@requires_peer
+@pytest.mark.parametrize(
+    ("state", "granularity", "mode", "shape"),
+    [
+        ("bias", {"type": "per_channel"}, "eager", [8]),
+        ("factor", {"type": "per_channel"}, "eager", [1, 6]),
+        ("factor", {"type": "per_block", "block_size": 2}, "eager", [4, 6]),
+        ("factor", {"type": "per_channel"}, "graph", [1, 6]),
+    ],
+)
+def test_only_here_the_op_decides_on_the_axis(state: str, granularity: Any, mode: str, shape: list[int]) -> None:
+    """Of a bias, and of a parameter that a function reads: docs/differences.md."""
+    payload = {"state": state, "granularity": granularity, "mode": mode}
+    assert prepare_without_axis("bitwright", payload) == shape
+    with pytest.raises(PeerError) as refused:
+        call_peer(prepare_without_axis, payload)
+    assert refused.value.kind == "ValueError"

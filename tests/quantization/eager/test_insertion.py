@@ -721,6 +721,37 @@ def test_functional_weight_gets_its_axis_from_the_op():
         assert simulator.qparams_calculator.scale.shape == (6, 1)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_biases_and_free_parameters_get_an_axis_too(mode):
+    """A bias has its channels along 0; the columns of a matrix product's second factor are its outputs."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = nn.Linear(4, 8), nn.Parameter(torch.randn(8, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(self.layer(x), self.factor)
+
+    channels, blocks = {"type": "per_channel"}, {"type": "per_block", "block_size": 2}
+    for name, granularity, of in (
+        ("bias", channels, lambda model: model.layer.bias.abs()),
+        ("factor", channels, lambda model: model.factor.abs().amax(0, keepdim=True)),
+        ("factor", blocks, lambda model: model.factor.abs().unflatten(0, (-1, 2)).amax(1)),
+    ):
+        model = Product()
+        spec = {name: QuantizationSpec(dtype="int8", granularity=granularity)}
+        states = ModuleQuantizerConfig(op_input_spec=None, op_output_spec=None, op_state_spec=spec)
+        largest = of(model).detach()
+        prepared = Quantizer(model, QuantizerConfig(global_config=states, execution_mode=mode)).prepare(
+            (torch.randn(2, 4),)
+        )
+        (simulator,) = (one for one in prepared.modules() if isinstance(one, FakeQuantizeImplBase))
+        scale = simulator.qparams_calculator.scale
+        assert scale.shape == largest.shape
+        torch.testing.assert_close(scale / scale.max(), largest / largest.max())
+
+
 class Unresolved(nn.Module):
     """Its einsum weight has no default axis."""
 
