@@ -26,6 +26,7 @@ from tests.measures import sqnr
 from .models import BYTES, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, spec_of
 
 ENOUGH_DB = 60
+BYTE_TYPES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 
 
 def _exported(ready, x, tmp_path, **options):
@@ -60,9 +61,9 @@ def test_int8_models_run_on_integer_kernels(mode, tmp_path):
 def test_small_models_have_exact_sums(mode, tmp_path):
     """In larger ones of narrow convolutions ONNX Runtime's fused kernels round the biases."""
     torch.manual_seed(0)
-    small = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
+    small = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())
     for size, kind in ((12, "Conv"), (48, "QLinearConv")):
-        x = torch.randn(2, 3, size, size)
+        x = torch.randn(2, 16, size, size)
         _, ready = prepared(copy.deepcopy(small).eval(), x, W8, BYTES, mode)
         path = _exported(ready, x, tmp_path)
         assert {"Conv", "QLinearConv"} & set(_kinds_at_run_time(path)) == {kind}
@@ -71,6 +72,31 @@ def test_small_models_have_exact_sums(mode, tmp_path):
     if mode == "eager":
         path = _exported(ready, x, tmp_path, dynamic_shapes=shapes)
         assert "Conv" not in _kinds_at_run_time(path)
+
+
+class Narrow(nn.Module):
+    """Convolutions of few channels or with groups, and one that is wider, for images."""
+
+    def __init__(self, wider):
+        super().__init__()
+        self.stem, self.groups = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 16, 3, groups=2)
+        self.narrow, self.wider = nn.Conv2d(16, 16, 3), nn.Conv2d(32, 32, 3) if wider else nn.Identity()
+
+    def forward(self, x):
+        x = torch.relu(self.narrow(torch.relu(self.groups(torch.relu(self.stem(x))))))
+        return self.wider(torch.cat([x, -x], 1))
+
+
+@pytest.mark.parametrize("wider", [False, True])
+def test_narrow_convolutions_have_exact_sums(wider, tmp_path):
+    """However much work they are: an integer kernel would not be quicker."""
+    torch.manual_seed(0)
+    model, x = Narrow(wider).eval(), torch.randn(1, 3, 70, 70)
+    _, ready = prepared(model, x, W8, BYTES)
+    path = _exported(ready, x, tmp_path)
+    kinds = _kinds_at_run_time(path)
+    assert (kinds.count("Conv"), kinds.count("QLinearConv")) == (3, int(wider))
+    assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (40 if wider else ENOUGH_DB)
 
 
 @pytest.mark.parametrize("channels", [8, 48])
@@ -104,20 +130,38 @@ class Extremes(nn.Module):
 
 
 @pytest.mark.parametrize("kernels", ["fused", "exact"])
-@pytest.mark.parametrize(("weight", "stored"), [("int8", "UINT8"), ("uint8", "UINT8"), ("int7", "INT8")])
+@pytest.mark.parametrize("weight", ["int8", "uint8", "int7"])
 @pytest.mark.parametrize("channels", [8, 48])
-def test_sums_of_the_largest_codes_fit(channels, weight, stored, kernels, tmp_path):
-    """x86 without VNNI adds products of unsigned and signed codes in 16 bits, unless the weights are unsigned."""
+def test_sums_of_the_largest_codes_fit(channels, weight, kernels, tmp_path):
+    """x86 without VNNI adds products of unsigned and signed codes in 16 bits, unless the weights are unsigned or small.
+
+    The kernels for small signed ones are the quicker ones, so large matrices are halved when the file is opened.
+    """
     torch.manual_seed(0)
     model, x = Extremes(channels).eval(), torch.rand(2, channels, 6, 6)
     _, ready = prepared(model, x, spec_of(weight), BYTES)
     path = _exported(ready, x, tmp_path, integer_kernels=kernels)
-    graph = onnx.load(path).graph
-    types = {i.name: onnx.TensorProto.DataType.Name(i.data_type) for i in graph.initializer}
-    products = {n.input[1] for n in graph.node if n.op_type in ("MatMul", "Gemm", "Conv")}
-    weights = {types[n.input[0]] for n in graph.node if n.op_type == "DequantizeLinear" and n.output[0] in products}
-    assert weights == {stored}
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > (ENOUGH_DB if kernels == "exact" else 40)
+    _kinds_at_run_time(path)
+    tensors = onnx.load(path.with_name("optimized.onnx")).graph.initializer
+    weights = [onnx.numpy_helper.to_array(t) for t in tensors if t.data_type in BYTE_TYPES and math.prod(t.dims) >= 512]
+    signed = [int(abs(codes.astype(int)).max()) for codes in weights if codes.dtype == "int8"]
+    halved = weight == "int8" and kernels == "exact"
+    assert len(weights) == (1 if kernels == "exact" and channels == 8 else 2)
+    assert signed == [64] * (1 if halved else len(weights) if weight == "int7" else 0)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), nn.Conv1d(24, 40, 1)])
+def test_halved_weights_have_the_same_sums(layer, tmp_path):
+    """The file holds them once, and readers of one activation or one weight share nothing that is another's."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(copy.deepcopy(layer), nn.ReLU()).eval(), torch.randn(2, 24, 24)
+    _, ready = prepared(model, x, W8, BYTES)
+    path = _exported(ready, x, tmp_path, integer_kernels="exact")
+    stored = [i for i in onnx.load(path).graph.initializer if i.data_type in BYTE_TYPES and math.prod(i.dims) > 1]
+    assert max(math.prod(i.dims) for i in stored) == 24 * 40
+    whole = _exported(ready, x, tmp_path, integer_kernels=False)
+    assert torch.equal(*(run_onnx(file, (x,))[0] for file in (path, whole)))
 
 
 class Queries(nn.Module):
@@ -209,7 +253,7 @@ def test_layers_with_one_weight_keep_their_own_biases_and_strides(mode, tmp_path
     _, ready = prepared(model, x, W8, BYTES, mode)
     path = _exported(ready, x, tmp_path, integer_kernels="exact")
     assert _kinds_at_run_time(path).count("MatMulIntegerToFloat") == 4
-    codes = [i for i in onnx.load(path).graph.initializer if i.data_type == onnx.TensorProto.UINT8]
+    codes = [i for i in onnx.load(path).graph.initializer if i.data_type in BYTE_TYPES]
     sizes = [math.prod(i.dims) for i in codes if not i.name.endswith("zero_point")]
     assert sum(sizes) == model.near.weight.numel() + model.up.weight.numel()
     assert sqnr(ready(x), run_onnx(path, (x,))[0]) > ENOUGH_DB

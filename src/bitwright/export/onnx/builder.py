@@ -10,7 +10,7 @@ import torch
 
 from bitwright.export.extras import require
 
-__all__ = ["NodeBuilder", "drop_unread_initializers", "onnx_type", "replace_value"]
+__all__ = ["NodeBuilder", "drop_unread_initializers", "drop_unread_nodes", "onnx_type", "replace_value"]
 
 _MADE = "bitwright.initializers"
 """Where a graph keeps the initializers that builders made, by prefix and name."""
@@ -44,6 +44,13 @@ def drop_unread_initializers(graph: Any) -> None:
     for name, value in list(graph.initializers.items()):
         if not value.uses() and value not in graph.outputs:
             del graph.initializers[name]
+
+
+def drop_unread_nodes(graph: Any) -> None:
+    """Drop the nodes whose values no node reads, and that are no outputs of the graph."""
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value in graph.outputs for value in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _free_name(name: str, taken: Container[str]) -> str:

@@ -131,11 +131,11 @@ def compare_codes(
     twin = lower(model, _Decoded, replay).model
     if codes:
         raise ValueError(f"The model has no activations {sorted(codes)}; {str(path)!r} was written from another one.")
-    with preserved_state(twin):  # which shares its buffers with the model
+    with preserved_state(twin, stand_ins):  # it shares its buffers with the model
         twin(*inputs, **kwargs)
     for stand_in in stand_ins:
         stand_in.start_exact_run()
-    with preserved_state(twin), _exact_sums():
+    with preserved_state(twin, stand_ins), _exact_sums():
         twin(*inputs, **kwargs)
     return CodeReport(tuple(row for stand_in in stand_ins for row in stand_in.rows))
 

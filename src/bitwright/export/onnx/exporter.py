@@ -28,10 +28,10 @@ from .half import compute_in_float32, round_outputs
 from .names import check_names, distinct_output_names, give_names
 from .narrow_integers import widen_integers
 from .nbits import use_matmul_nbits
-from .products import exact_forms_are_fast, use_exact_products
+from .products import use_exact_products
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
 from .tracing import MIN_OPSET, traced
-from .unsigned import use_unsigned_weights
+from .unsigned import use_fitting_weights
 from .weights import build_weight, permuted, weight_opset
 
 __all__ = ["export_onnx"]
@@ -69,16 +69,17 @@ def export_onnx(
         int4: ``"qdq"``, or ``"matmul_nbits"`` for ONNX Runtime's own operator on linear layers with 4-bit weights in
             blocks of 16, 32, 64, 128 or 256 along the inputs.
         unsigned_activations: write int8 activations, and the weights that integer kernels multiply with them, as uint8
-            with a zero point that is 128 higher. The values are the same, and sums in ONNX Runtime's kernels for x86
-            do not overflow. False keeps them signed, as TensorRT wants them; on processors without VNNI ONNX Runtime
-            is then right with ``open_session(..., precise=True)`` only.
+            with a zero point that is 128 higher, or as two signed halves that every input is multiplied with, which
+            is quicker. The values are the same, and sums in ONNX Runtime's kernels for x86 do not overflow. False
+            keeps them signed, as TensorRT wants them; on processors without VNNI ONNX Runtime is then right with
+            ``open_session(..., precise=True)`` only.
         integer_kernels: let ONNX Runtime multiply codes in layers between quantized activations. ``"fused"`` keeps
-            layers whole, as every reader of such files fuses them; that rounds biases, which puts about one code in
-            some thousands of a layer's output beside that of the prepared model. ``"exact"`` writes products whose
-            biases are added in floating point, convolutions as products over patches, and layers that this would slow
-            down in floating point. True chooses the exact form for small models and where most of the work stays in
-            integers, and the fused one elsewhere and with signed activations. False keeps every operator in floating
-            point, as slow as the float model.
+            layers and weights whole, as every reader of such files fuses them; that rounds biases, which puts about
+            one code in some thousands of a layer's output beside that of the prepared model. ``"exact"`` writes
+            products whose biases are added in floating point, convolutions as products over patches, and layers that
+            this would slow down in floating point. True chooses the exact form for layers where it is as quick, and
+            for the others where they are a small part of the work; the fused one elsewhere and with signed
+            activations. False keeps every operator in floating point, as slow as the float model.
         bfloat16_kernels: leave operators on bfloat16 values to the runtime's own kernels. False lets them compute in
             float32 between casts, as PyTorch does, for ONNX Runtime has no such kernels on the CPU.
         float16_kernels: the same for float16, which ONNX Runtime takes on the CPU, but rounds at other places than
@@ -182,10 +183,12 @@ def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> 
     if not integer_kernels:
         keep_all_apart(graph)
         return
-    exact = integer_kernels == "exact" or (integer_kernels is True and unsigned and exact_forms_are_fast(graph))
-    use_exact_products(graph, overflowing_only=not exact)
+    if integer_kernels == "exact":
+        use_exact_products(graph, "all")
+    else:
+        use_exact_products(graph, "quick" if integer_kernels is True and unsigned else "overflowing")
     keep_misfits_apart(graph)
-    use_unsigned_weights(graph)
+    use_fitting_weights(graph, halved=integer_kernels != "fused")
 
 
 def _choose_precision(model: Any, lowered: LoweredModel, bfloat16_kernels: bool, float16_kernels: bool | None) -> None:

@@ -5,7 +5,8 @@ times the weight's. A sum close to a rounding bound then gets the code beside th
 some thousands, but in a deep network every further layer sees more of them. Its ``MatMulIntegerToFloat`` has no bias.
 So a bias that is no whole number of those units is subtracted, negated, behind the product: an addition would be
 fused into it again. A convolution is written as the product it is, over patches of the codes with the channels last; a
-patch is put together from slices, which is quick where they are long. Other convolutions stay in floating point.
+patch is put together from slices, which is quick where they are long. Other convolutions stay in floating point, which
+is as quick for narrow images as the kernels that round.
 
 Where a channel has next to no weights, its scale is so small that its bias overflows, and ONNX Runtime drops it; such
 layers never stay whole.
@@ -16,18 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from .builder import NodeBuilder, drop_unread_initializers, replace_value
+from .builder import NodeBuilder, drop_unread_initializers, drop_unread_nodes, replace_value
 from .fusion import constant_behind, fits_integer_kernel, keep_apart, quantized_by
 
-__all__ = ["exact_forms_are_fast", "use_exact_products"]
+__all__ = ["use_exact_products"]
 
-_SHORTEST_SLICE = 48
-"""Channels of a convolution below which its patches take longer to put together than the float convolution."""
+_SHORTEST_SLICES = {1: 48, 2: 48, 3: 16}
+"""Channels of a convolution, by spatial dimensions, below which its patches take longer than a float convolution."""
+_NARROW_INPUTS, _NARROW_OUTPUTS = 16, 32
+"""Channels of a convolution below which an integer kernel gains nothing over a float one."""
 _END = (1 << 31) - 1
 _ON_GRID = 1e-3
 """How far from a whole number of units a bias may be: the codes are then those of a sum in another order."""
@@ -37,7 +40,7 @@ _LARGEST = 1 << 30
 """How many units a bias may be: sums of codes have to fit into 32 bits with it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layer:
     """A product of a quantized activation and a quantized weight.
 
@@ -91,7 +94,18 @@ class _Layer:
             return True
         plain = self.attributes.get("group", 1) == 1 and self.attributes.get("auto_pad", "NOTSET") == "NOTSET"
         channels, *kernel = self.shape[1:]
-        return bool(plain and channels >= (_SHORTEST_SLICE if max(kernel) > 1 else 16))
+        return bool(plain and channels >= (_SHORTEST_SLICES[len(kernel)] if max(kernel) > 1 else 16))
+
+    @property
+    def is_fast_in_float(self) -> bool:
+        """Whether the product takes no longer in floating point than in a kernel that rounds its bias.
+
+        Of convolutions of images that are narrow or have groups: their integer kernels copy more than they multiply.
+        """
+        outputs, channels, *kernel = self.shape
+        if self.node.op_type != "Conv" or len(kernel) < 2 or max(kernel) == 1:
+            return False
+        return bool(channels < _NARROW_INPUTS or outputs < _NARROW_OUTPUTS or self.attributes.get("group", 1) > 1)
 
     @property
     def _places(self) -> list[Any]:
@@ -112,30 +126,25 @@ class _Layer:
         return math.prod(size for size in self._places if isinstance(size, int)) * math.prod(self.shape)
 
 
-def exact_forms_are_fast(graph: Any) -> bool:
-    """Whether few multiplications in layers with rounded biases are in such as have no fast exact form.
-
-    That is at most a quarter of them, or so few that any form takes a fraction of a millisecond.
-
-    Args:
-        graph: an ``onnx_ir.Graph``.
-    """
-    layers = _layers_with_rounded_biases(graph)
-    slow = [layer for layer in layers if not layer.has_fast_form]
-    few = _FEW if all(layer.has_known_size for layer in slow) else 0
-    most = max(few, sum(layer.multiplications for layer in layers) // 4)
-    return sum(layer.multiplications for layer in slow) <= most
-
-
-def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
+def use_exact_products(graph: Any, which: Literal["all", "quick", "overflowing"]) -> None:
     """Take the biases that integer kernels would round out of their reach.
 
     Args:
         graph: an ``onnx_ir.Graph``; changed in place.
-        overflowing_only: leave those that they would but round.
+        which: of all layers with such biases; of those whose exact form is as quick, and of the others, too, where
+            they are at most a quarter of the work, or so few that any form takes a fraction of a millisecond; or of
+            those only whose bias overflows.
     """
     layers = _layers_with_rounded_biases(graph)
-    for number, layer in enumerate(layer for layer in layers if layer.overflows or not overflowing_only):
+    if which == "quick":
+        slow = [layer for layer in layers if not (layer.has_fast_form or layer.is_fast_in_float)]
+        few = _FEW if all(layer.has_known_size for layer in slow) else 0
+        most = max(few, sum(layer.multiplications for layer in layers) // 4)
+        if sum(layer.multiplications for layer in slow) > most:
+            layers = [layer for layer in layers if layer.overflows or layer not in slow]
+    elif which == "overflowing":
+        layers = [layer for layer in layers if layer.overflows]
+    for number, layer in enumerate(layers):
         build = NodeBuilder(graph, layer.node, f"{layer.weight.inputs[0].name}_exact", number)
         if not layer.has_fast_form:
             _keep_float(build, graph, layer)
@@ -147,7 +156,8 @@ def use_exact_products(graph: Any, *, overflowing_only: bool = False) -> None:
         if layer.node.op_type == "Conv":
             result = build("Transpose", [result], {"perm": [0, rank - 1, *range(1, rank - 1)]})
         replace_value(layer.result, result)
-    _drop_unread(graph)
+    drop_unread_nodes(graph)
+    drop_unread_initializers(graph)
 
 
 def _layers_with_rounded_biases(graph: Any) -> list[_Layer]:
@@ -263,10 +273,3 @@ def _keep_float(build: NodeBuilder, graph: Any, layer: _Layer) -> None:
     weight = build("Mul", [weight, build.initializer(torch.from_numpy(factors), "float_scale")])
     layer.node.replace_input_with(1, weight)
     keep_apart(graph, layer.x, layer.node)
-
-
-def _drop_unread(graph: Any) -> None:
-    for node in reversed(list(graph)):
-        if not any(value.uses() or value in graph.outputs for value in node.outputs):
-            graph.remove(node, safe=True)
-    drop_unread_initializers(graph)
