@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.errors import BitwrightWarning
 from bitwright.export.asked_sizes import sizes_left_out
 from bitwright.export.conversion import ConversionError, captured
 from bitwright.export.targets import TARGETS
@@ -24,9 +25,15 @@ OTHERS = {
     "a pool whose last window begins in the padding": lambda y: nn.functional.max_pool2d(y, 2, 3, 1, ceil_mode=True),
     "a third, which is one row of five": lambda y: y[:, : y.shape[1] // 3] * 2,
     "a remainder": lambda y: y[:, : y.shape[1] % 4] * 2,
-    "a bound": lambda y: y * 2 if y.shape[1] > 3 else y * 3,
+    "a bound with the same on both sides": lambda y: y * 2 if y.shape[1] > 3 else y + y,
+    "fours, in which a pad of 0 is none": lambda y: _in_fours(y).mean(2),
 }
-"""What holds for all sizes that the model takes, or for a range of them."""
+"""What holds for all sizes that the model takes."""
+
+
+def _in_fours(y: torch.Tensor) -> torch.Tensor:
+    missing = (4 - y.shape[1] % 4) % 4
+    return (nn.functional.pad(y, (0, 0, 0, missing)) if missing > 0 else y).unflatten(1, (-1, 4))
 
 
 class Conditional(nn.Module):
@@ -56,6 +63,41 @@ def test_other_conditions_are_not_refused(condition):
     model = Conditional(OTHERS[condition]).eval()
     program = captured(model, (), {"x": EXAMPLE}, {"x": {1: ANY}})
     assert sizes_left_out(program, model, (), {"x": EXAMPLE}) == []
+
+
+def test_a_narrower_range_is_told():
+    """Files do not refuse a size of 3, for which the model has another branch; what it fails for is left alone."""
+    model = Conditional(lambda y: y * 2 if y.shape[1] > 3 else y * 3).eval()
+    said = r"narrower range.*dimension 1 of the input 'x' \(not 3: it assumes n > 3 in test_asked_sizes.py, line \d+\)"
+    with pytest.warns(BitwrightWarning, match=said):
+        captured(model, (EXAMPLE,), None, ({1: ANY},))
+    captured(model, (), {"x": EXAMPLE}, {"x": {1: torch.export.Dim.DYNAMIC(min=4)}})
+    captured(Conditional(lambda y: y * 2 if y.shape[1] > 3 else 1 / 0), (EXAMPLE,), None, ({1: ANY},))
+    config = QuantizerConfig.presets.w8(execution_mode="graph")
+    ready = Quantizer(model, config).prepare((EXAMPLE,), dynamic_shapes=({1: ANY},)).eval()
+    with pytest.warns(BitwrightWarning, match=r"(?s)\(not 3: it assumes n > 3 in\n.*y \* 2 if y.shape\[1\] > 3"):
+        captured(ready, (EXAMPLE,), None, ({1: ANY},))
+
+
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [(lambda n: n > 3, "not 3: it assumes n >= 4"), (lambda n: n < 10, "not 10: it assumes n <= 9")],
+)
+def test_a_narrower_range_in_onnx(asks, said, tmp_path):
+    """Of the condition torch.onnx leaves the range alone."""
+    if TARGETS["onnx"].missing() is not None:
+        pytest.skip("needs onnx")
+    model = Conditional(lambda y: y * 2 if asks(y.shape[1]) else y * 3).eval()
+    with pytest.warns(BitwrightWarning, match=rf"dimension 1 of the input 'x' \({said}\)"):
+        TARGETS["onnx"].write(model, (EXAMPLE,), tmp_path / "m.onnx", {}, ({1: ANY},))
+
+
+def test_what_zeros_do_not_tell():
+    """Examples that are all the same leave branches alike."""
+    model = Conditional(CONDITIONS["branch"]).eval()
+    nn.init.zeros_(model.layer.bias)
+    with pytest.raises(ConversionError, match=r"6 in the example, but not [57]"):
+        captured(model, (torch.zeros(2, 6, 8),), None, ({1: ANY},))
 
 
 def test_parts_in_onnx(tmp_path):

@@ -305,7 +305,10 @@ def captured(
     args, kwargs = tree_map_only(torch.Tensor, plain_layout, (example_inputs, dict(example_kwargs or {})))
     capture = partial(exported, model, args, kwargs, dynamic_shapes=dynamic_shapes)
     with converting("torch.export"), inputs_unmarked(args, kwargs):
-        program, left_out = for_asked_sizes(capture, model, args, kwargs) if dynamic_shapes else (capture(), [])
+        if dynamic_shapes:
+            program, left_out = for_asked_sizes(capture, model, args, kwargs, dynamic_shapes)
+        else:
+            program, left_out = capture(), []
     if left_out:
         raise ConversionError(f"torch.export cannot take this model. {left_out_words(left_out)}")
     lost = reserved_state(program)

@@ -117,7 +117,7 @@ def _traced(
             _register_constants(program.model.graph)
         if not isinstance(model, nn.Module) or not dynamic_shapes:
             return program
-        fixed = fixed or _leaves_out(program, model, args, kwargs)
+        fixed = fixed or _leaves_out(program, model, args, kwargs, dynamic_shapes)
         if not (fixed or _assumes_sizes(program)):
             return program
     except ConversionError as error:
@@ -142,10 +142,12 @@ def _traced(
         return program
 
 
-def _leaves_out(program: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[str]:
+def _leaves_out(
+    program: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> list[str]:
     """Sizes that were asked for, and that the program of torch.onnx does not hold for."""
     exported = program.exported_program
-    return [] if exported is None else list(map(str, sizes_left_out(exported, model, args, kwargs)))
+    return [] if exported is None else list(map(str, sizes_left_out(exported, model, args, kwargs, dynamic_shapes)))
 
 
 def _assumes_sizes(program: Any) -> bool:
