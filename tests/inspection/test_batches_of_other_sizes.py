@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,16 +171,19 @@ def test_lengths_for_which_a_model_takes_another_branch() -> None:
 
 
 def test_models_with_a_memory_are_told_of() -> None:
-    """A graph cannot be checked against a model that computes something else at each call."""
+    """A graph cannot be checked against a model that computes something else at each call.
+
+    What it keeps in lists and buffers is put back in between; what is in an object of another class is not known.
+    """
 
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.calls = nn.Linear(8, 4), [0]
+            self.layer, self.memory = nn.Linear(8, 4), SimpleNamespace(calls=0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls[0] += 1
-            return self.layer(x) * self.calls[0]
+            self.memory.calls += 1
+            return self.layer(x) * self.memory.calls
 
     model = seeded(Counting)
     batch = torch.randn(4, 8)

@@ -16,12 +16,13 @@ import torch._jit_internal
 import torch.functional
 import torch.nn.functional
 import torch.overrides
+from torch._C._dynamo import eval_frame
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from . import plain_flags
 
-__all__ = ["calling_code", "captured_again_if_corrected", "is_in_branch", "shielded", "thread_frames"]
+__all__ = ["calling_code", "captured_again_if_corrected", "is_in_branch", "run_by_itself", "shielded", "thread_frames"]
 
 _Captured = TypeVar("_Captured")
 _MOST_CAPTURES = 4
@@ -100,6 +101,15 @@ def _traces_branch() -> bool:
 
 # What torch.compiler.assume_constant_result does: run it while tracing. Calling that imports torch._dynamo.
 _traces_branch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def run_by_itself(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave calls of a function alone that Python makes: neither compiled nor looked up again.
+
+    What the function calls may be compiled, and calls of it in compiled code become part of that.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def captured_again_if_corrected(capture: Callable[[], _Captured]) -> _Captured:

@@ -85,7 +85,7 @@ class States:
             twin = own.get(path)
             if twin is None or id(module) in free:
                 continue
-            self._slots.append(_Slots(module, module._buffers, frozenset(twin._buffers)))
+            self._slots.append(_Slots(module, module._buffers, _names(twin._buffers)))
             if isinstance(module, type(twin)):  # others have another forward, which keeps things of its own
                 self._slots.append(_Slots(module, vars(module), None))
 
@@ -150,9 +150,14 @@ def states_preserved(
 
 def _registered(module: nn.Module) -> frozenset[str] | None:
     """Names of a module's parameters, buffers and children; None while a lazy one has not made its parameters."""
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return None
-    return frozenset(module._parameters) | frozenset(module._buffers) | frozenset(dict.keys(module._modules))
+    return _names(module._parameters) | _names(module._buffers) | _names(module._modules)
+
+
+def _names(registered: Any) -> frozenset[str]:
+    """Names in a dictionary of a module, also those that ours hides; one of a scripted module is iterated by number."""
+    return frozenset(dict.keys(registered) if isinstance(registered, dict) else registered.keys())
 
 
 def _differs(tensor: torch.Tensor, content: torch.Tensor) -> bool:

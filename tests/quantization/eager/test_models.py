@@ -201,3 +201,12 @@ def test_states_of_recurrent_layers_are_quantized(kind):
     for one, other in zip(expected, found, strict=True):
         assert any(other is result for _, result in seen)
         assert 25 < sqnr(one, other) < 70
+
+
+def test_a_recurrent_layer_that_torch_compile_leaves_alone_computes_the_same():
+    """It runs as it is, with the function mode: torch.compile must not take one attribute's getter for another's."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.GRU(4, 4)).eval(), torch.randn(3, 2, 4)
+    prepared = Quantizer(model, QuantizerConfig.presets.w8a8(execution_mode="eager")).prepare((x,)).eval()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(prepared, backend="eager")(x)[0], prepared(x)[0])

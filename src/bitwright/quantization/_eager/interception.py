@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright._utils.call_frames import calling_code, is_in_branch, shielded, thread_frames
+from bitwright._utils.call_frames import calling_code, is_in_branch, run_by_itself, shielded, thread_frames
 from bitwright._utils.direct_calls import Caller, caller, pass_last, pass_through
 from bitwright._utils.forward_scope import ForwardScope
 from bitwright.errors import UnplannedCallWarning
@@ -274,7 +274,7 @@ class _InterceptMode(TorchFunctionMode):
     ) -> Any:
         frame = thread_frames.stack[-1]
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if frame is None or (tracing and _computes_sizes(args)):
+        if frame is None or (tracing and _computes_sizes(args)) or is_in_branch():
             return func(*args, **(kwargs or {}))
         base = str(func.__name__)  # torch.compile knows a name only after that
         table = frame.table
@@ -286,11 +286,9 @@ class _InterceptMode(TorchFunctionMode):
         if table.once and (base, calling_code()) in table.once:
             return func(*args, **(kwargs or {}))
         planned = table.seen.get(base)
-        # Asked last: asked in front of this, torch.compile took the getters of attributes for one another (in a GRU).
-        if (planned is None and base not in QUANTIZER_EAGER_OPS) or is_in_branch():
-            return func(*args, **(kwargs or {}))
         if planned is None:
-            _report_unplanned(table, base, (args, kwargs), frame.module.training)
+            if base in QUANTIZER_EAGER_OPS:
+                _report_unplanned(table, base, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         frame.note_checkpoint()
         number = frame.number(base, calling_code())
@@ -304,6 +302,11 @@ class _InterceptMode(TorchFunctionMode):
                 _report_unplanned(table, call, (args, kwargs), frame.module.training)
             return func(*args, **(kwargs or {}))
         return _run(frame.module, sites, func, list(args), dict(kwargs or {}))
+
+
+# Where torch.compile breaks its graph and a module runs as it is, it would compile this method by itself for one getter
+# of a tensor's attributes, and not ask later whether that is the getter called: x.device would be what x.dtype is.
+run_by_itself(_InterceptMode.__torch_function__)
 
 
 def _call_name(base: str, number: int) -> str:
