@@ -81,7 +81,9 @@ def _target(target: str | None, backend: str | None, output: Path) -> str | None
     from bitwright.export.targets import TARGETS
 
     if backend is not None and backend not in {member.value for member in ExportBackend}:
-        raise CommandError(f"There is no backend {backend!r}; there are {', '.join(repr(member.value) for member in ExportBackend)}.")
+        raise CommandError(
+            f"There is no backend {backend!r}; there are {', '.join(repr(member.value) for member in ExportBackend)}."
+        )
     if target is None:
         chosen = _BY_SUFFIX.get(output.suffix)
         if chosen is None and output.suffix != ".pt2":
