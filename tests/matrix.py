@@ -17,9 +17,35 @@ def each_value(*axes: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     Args:
         axes: values, or values by name.
     """
-    named = [list(axis.items()) if isinstance(axis, Mapping) else [(_name(v), v) for v in axis] for axis in axes]
+    named = _named(axes)
     longest = max(map(len, named))
-    quick = {tuple(row % len(axis) for axis in named) for row in range(longest)}
+    return _parameters(named, {tuple(row % len(axis) for axis in named) for row in range(longest)})
+
+
+def each_pair(*axes: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
+    """The same, of which `make test` takes more: any two values of two lists occur together there.
+
+    Args:
+        axes: values, or values by name.
+    """
+    named = _named(axes)
+    rows = {
+        places: {frozenset(pair) for pair in itertools.combinations(enumerate(places), 2)}
+        for places in itertools.product(*(range(len(axis)) for axis in named))
+    }
+    missing, quick = set().union(*rows.values()), set()
+    while missing:
+        best = max(rows, key=lambda places: len(rows[places] & missing))
+        quick.add(best)
+        missing -= rows[best]
+    return _parameters(named, quick)
+
+
+def _named(axes: Iterable[Iterable[Any] | Mapping[str, Any]]) -> list[list[tuple[str, Any]]]:
+    return [list(axis.items()) if isinstance(axis, Mapping) else [(_name(v), v) for v in axis] for axis in axes]
+
+
+def _parameters(named: list[list[tuple[str, Any]]], quick: set[tuple[int, ...]]) -> list[Any]:
     return [
         pytest.param(
             *(axis[place][1] for axis, place in zip(named, places, strict=True)),

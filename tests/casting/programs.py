@@ -11,11 +11,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from bitwright.export.decomposing import decomposed
+
 
 def export(model: nn.Module, *inputs: Any, decompose: bool = True, **kwargs: Any) -> ExportedProgram:
     """Export ``model`` in evaluation mode."""
     program = torch.export.export(model.eval(), inputs, strict=False, **kwargs)
-    return program.run_decompositions() if decompose else program
+    return decomposed(program) if decompose else program
 
 
 def run(program: ExportedProgram, *inputs: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitwright.casting import cast_fp32_to_fp16
+from tests.matrix import each_value
 
 from .programs import check_metadata, dtype, export, find, node_dtypes, run, sqnr
 
@@ -58,8 +59,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "target"), each_value(list(EXACT), [torch.float16, torch.bfloat16]))
 def test_decisions_about_positions_are_exact(name: str, target: torch.dtype) -> None:
     """Every one of them lands on a neighbour when positions pass through 16 bits."""
     function, given = EXACT[name]

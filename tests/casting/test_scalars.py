@@ -14,6 +14,7 @@ from torch import nn
 from bitwright.casting import cast_fp32_to_fp16
 from bitwright.casting._comparisons import comparison_of, constant_threshold
 from bitwright.casting._numbers import narrow_tensor
+from tests.matrix import each_pair
 
 from .programs import check_metadata, dtype, export, find, node_dtypes, run
 
@@ -55,9 +56,7 @@ GUARDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("decompose", [False, True])
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize(("name", "decompose", "target"), each_pair(list(GUARDED), [False, True], TARGETS))
 def test_bounds_near_one_keep_guarding_poles(name: str, decompose: bool, target: torch.dtype) -> None:
     """At the poles results are finite and have their sign; between them they are close."""
     u = torch.tensor([1.0, 0.0, 0.25])

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
+from bitwright.export.decomposing import decomposed
+
 pytest.importorskip("coreai", reason="needs pip install bitwright[coreai]")
 pytest.importorskip("coreai_torch", reason="needs pip install bitwright[coreai]")
 
@@ -21,7 +23,7 @@ def coreai_export(model: torch.nn.Module, *inputs: torch.Tensor, **kwargs: Any) 
     """Export ``model`` and decompose it as Core AI wants it."""
     from coreai_torch import get_decomp_table
 
-    return torch.export.export(model.eval(), inputs, **kwargs).run_decompositions(get_decomp_table())
+    return decomposed(torch.export.export(model.eval(), inputs, **kwargs), get_decomp_table())
 
 
 def convert(program: ExportedProgram) -> Any:

@@ -25,6 +25,7 @@ from bitwright.pruning.spec import PruningSpec
 from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.config import ModuleQuantizerConfig
 from bitwright.quantization.spec import PerChannelGranularity
+from tests.matrix import each_value
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -152,8 +153,7 @@ PRESETS = ["w4", "w8a8", "w2a4", "fp8", "mxfp4", "w8a8_dynamic"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Skipping quantization")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "mode"), each_value(PRESETS, ["eager", "graph"]))
 def test_presets_are_the_same_under_any_dtype(name: str, mode: str, tmp_path: Path) -> None:
     """Outputs, gradients, trained weights, scales and the artifact."""
     network, batches = network_and_batches()

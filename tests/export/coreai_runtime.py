@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from bitwright.export.decomposing import decomposed
+
 
 def converted(model, args):
     """The Core AI program of a model and the exported program that it came from."""
@@ -15,7 +17,7 @@ def converted(model, args):
 
     with torch.no_grad():
         program = torch.export.export(model.eval(), args)
-        program = program.run_decompositions(coreai_torch.get_decomp_table())
+        program = decomposed(program, coreai_torch.get_decomp_table())
     converter = coreai_torch.TorchConverter()
     converter.add_exported_program(program)
     return converter.to_coreai(), program

@@ -18,6 +18,7 @@ from bitwright.export.mapped import MappedFiles
 from bitwright.quantization import QuantizationSpec, _export_utils
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from tests.artifact.strategies import weight_specs
+from tests.matrix import each_pair, each_value
 from tests.measures import sqnr
 
 from .coreai_runtime import converted, coreai_ops, run
@@ -60,8 +61,7 @@ ACTIVATIONS = {
 } | {"fp8": QuantizationSpec(dtype="float8_e4m3fn"), "fp8 wide": QuantizationSpec(dtype="float8_e5m2")}
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("name", "mode"), each_value(list(WEIGHTS), ["eager", "graph"]))
 def test_weights_in_torch(name, mode):
     kind, spec = WEIGHTS[name]
     model, x = built(kind)
@@ -70,8 +70,7 @@ def test_weights_in_torch(name, mode):
     assert torch.equal(quantizer.finalize(backend="coreai")(x), expected)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(("name", "mode"), each_value(list(ACTIVATIONS), ["eager", "graph"]))
 def test_activations_in_torch(name, mode):
     """Bit for bit, far beyond the calibrated range too, where a clipped range saturates earlier than its type."""
     model, x = built(ConvNet)
@@ -83,9 +82,9 @@ def test_activations_in_torch(name, mode):
         assert torch.equal(final(value), y)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("formulation", ["zp", "minval"])
+@pytest.mark.parametrize(
+    ("dtype", "mode", "formulation"), each_pair([torch.float16, torch.bfloat16], ["eager", "graph"], ["zp", "minval"])
+)
 def test_half_precision_in_torch(dtype, mode, formulation):
     """Simulators compute in float32; so does what takes their place."""
     model, x = built(Mlp, dtype)

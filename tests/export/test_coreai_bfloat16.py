@@ -11,6 +11,7 @@ pytest.importorskip("coreai_torch")
 from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.export.operators import check_operators
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
 
@@ -79,9 +80,9 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mode"), each_pair(list(NETWORKS), [torch.float16, torch.bfloat16], ["eager", "graph"])
+)
 def test_models_in_half_precision(kind, dtype, mode, tmp_path):
     """The plan has nothing to say, and the runtime computes what the model does."""
     torch.manual_seed(0)

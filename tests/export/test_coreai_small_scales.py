@@ -12,6 +12,7 @@ from bitwright.export.coreai import export_coreai, run_coreai
 from bitwright.pruning import MagnitudePruner, MagnitudePrunerConfig, ModuleMagnitudePrunerConfig, PruningSpec
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
 FORMATS = {
@@ -49,9 +50,9 @@ def _check(ready, x, path):
         assert torch.equal(one, other) or sqnr(one, other) > (110 if x.dtype == torch.float32 else 35)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "mode"), each_pair(list(FORMATS), [torch.float32, torch.float16], ["eager", "graph"])
+)
 def test_rows_of_zeros(name, dtype, mode, tmp_path):
     """Rows of padding, and pruned ones, have the smallest scale there is; the runtime made NaN of it."""
     _check(*_prepared(name, 0.0, dtype, mode), tmp_path / "m.aimodel")

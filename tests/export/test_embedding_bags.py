@@ -43,11 +43,16 @@ def _inputs(form, last):
 
 
 FEW = [case for case in CASES if case[2:] in ((3, False), (None, True)) and case[1] != "offsets and factors"]
+PLAIN = [case for case in CASES if case[0] == "sum" and case[2:] == (None, False)]
+QUICK = [*FEW, *PLAIN, ("sum", "offsets and factors", 3, True)]
 
 
 @pytest.mark.parametrize(
     ("target", "how", "form", "padding_idx", "last"),
-    [("onnx", *case) for case in CASES] + [(target, *case) for target in ("coreai", "executorch") for case in FEW],
+    [
+        *(pytest.param("onnx", *case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES),
+        *((target, *case) for target in ("coreai", "executorch") for case in FEW),
+    ],
 )
 def test_embedding_bags(target, how, form, padding_idx, last, tmp_path):
     if TARGETS[target].missing() is not None:

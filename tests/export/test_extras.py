@@ -11,6 +11,7 @@ from bitwright.export.checkpoints import read_compressed_tensors, read_gguf
 from bitwright.export.extras import require
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import QuantizationSpec
+from tests.matrix import each_value
 
 from .models import W8, Mlp, blocks, built, prepared
 
@@ -52,8 +53,9 @@ def _blocked(monkeypatch, *names):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("target", NEEDED_TO_WRITE, ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    ("target", "mode"), each_value({target.name: target for target in NEEDED_TO_WRITE}, ["eager", "graph"])
+)
 def test_every_writer_names_its_extra(target, mode, monkeypatch, tmp_path):
     """Nothing is written, and the model stays as it was."""
     model, x = built(Mlp)

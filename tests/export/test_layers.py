@@ -19,6 +19,7 @@ from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.matrix import each_value
 
 from .models import W8
 
@@ -138,8 +139,7 @@ def _in_onnx(tmp_path, **options):
     return lambda ready, x: run_onnx(export_onnx(ready, (x,), tmp_path / "m.onnx", **options), (x,))[0]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "activation"), each_value(list(LAYERS), list(ACTIVATIONS)))
 def test_onnx_runtime(name, activation, tmp_path):
     """Its fused kernels round biases, and are left where the exact form would be slow; nothing else is rounded."""
     pytest.importorskip("onnxruntime")

@@ -23,6 +23,7 @@ from bitwright.export.onnx.runtime import open_session
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 from tests.artifact.strategies import weight_specs
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
 from .models import (
@@ -221,9 +222,9 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("int4", ["qdq", "matmul_nbits"])
-@pytest.mark.parametrize("outputs", RETURNED)
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("mode", "outputs", "int4"), each_pair(["eager", "graph"], list(RETURNED), ["qdq", "matmul_nbits"])
+)
 def test_weights_that_are_outputs(mode, outputs, int4, tmp_path):
     """They stay in the file beside what multiplies with them."""
     x = torch.randn(3, 64)

@@ -15,6 +15,7 @@ import onnx
 from bitwright.export.onnx import export_onnx, run_onnx
 from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization.spec import PerBlockGranularity
+from tests.matrix import each_value
 from tests.measures import sqnr
 
 FLOAT16 = onnx.TensorProto.FLOAT16
@@ -131,8 +132,10 @@ class _BatchFirst(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["Linear", "GRU", "LSTM", "RNN"])
-@pytest.mark.parametrize("sizes", [None, ({0: torch.export.Dim.DYNAMIC},)])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    each_value(["Linear", "GRU", "LSTM", "RNN"], {"fixed": None, "dynamic": ({0: torch.export.Dim.DYNAMIC},)}),
+)
 def test_batches_are_moved_behind_a_barrier(kind, sizes, tmp_path):
     """ONNX Runtime 1.31 ends the process when it fuses such a move with a product of float16 matrices."""
     torch.manual_seed(0)

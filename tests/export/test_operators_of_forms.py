@@ -16,6 +16,7 @@ from bitwright.palettization import KMeansPalettizer
 from bitwright.planning import Severity
 from bitwright.pruning import MagnitudePruner
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
 CONVERTERS = ["coreai", "coreml", "executorch", "onnx"]
@@ -83,9 +84,7 @@ def _w8(mode):
     return QuantizerConfig.presets.w8(execution_mode=mode)
 
 
-@pytest.mark.parametrize("lacking", [True, False])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("target", CONVERTERS)
+@pytest.mark.parametrize(("target", "mode", "lacking"), each_pair(CONVERTERS, ["eager", "graph"], [True, False]))
 def test_a_second_technique_is_planned_with_operators(target, mode, lacking):
     _skip_without(target)
     x = (torch.randn(2, 16),)

@@ -12,9 +12,11 @@ from torch import nn
 from bitwright.errors import BitwrightWarning
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
-both_modes = pytest.mark.parametrize("mode", ["eager", "graph"])
+MODES = ["eager", "graph"]
+both_modes = pytest.mark.parametrize("mode", MODES)
 
 
 class RunningMean(nn.Module):
@@ -68,6 +70,9 @@ class Counting(RunningMean):
         y = self.norm(self.layer(x))
         self.largest = torch.where(self.calls > 1, torch.maximum(self.largest, y.detach().max()), y.detach().max())
         return y
+
+
+KINDS = {kind.__name__: kind for kind in (RunningMean, Assigned, Inside)}
 
 
 class Indirect(RunningMean):
@@ -132,9 +137,7 @@ def test_codes_are_compared_from_one_state(mode, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in ready.state_dict().items())
 
 
-@both_modes
-@pytest.mark.parametrize("kind", [RunningMean, Assigned, Inside])
-@pytest.mark.parametrize("preset", ["w8a8", "w8"])
+@pytest.mark.parametrize(("mode", "preset", "kind"), each_pair(MODES, ["w8a8", "w8"], KINDS))
 def test_executorch_goes_on_from_the_models_state(mode, preset, kind, tmp_path):
     """Three calls of one loaded program are three calls of the model, whose states do not begin with zeros."""
     require("executorch")
@@ -154,9 +157,7 @@ def test_executorch_goes_on_from_the_models_state(mode, preset, kind, tmp_path):
 LOST = r"writes to its state '(1\.)?mean' when it is called"
 
 
-@both_modes
-@pytest.mark.parametrize("kind", [RunningMean, Assigned, Inside])
-@pytest.mark.parametrize("target", ["onnx", "coreml"])
+@pytest.mark.parametrize(("target", "kind", "mode"), each_pair(["onnx", "coreml"], KINDS, MODES))
 def test_lost_states_are_told(target, kind, mode, tmp_path):
     """Files that keep nothing from call to call say so, in the plan and when they are written."""
     require(target)
@@ -177,9 +178,9 @@ def test_states_behind_states_are_told(target, mode, tmp_path):
         written(target, ready, x, tmp_path)
 
 
-@both_modes
-@pytest.mark.parametrize("kind", [Filled, Counting])
-@pytest.mark.parametrize("target", ["onnx", "coreml"])
+@pytest.mark.parametrize(
+    ("target", "kind", "mode"), each_pair(["onnx", "coreml"], {"Filled": Filled, "Counting": Counting}, MODES)
+)
 def test_what_changes_no_later_output_is_not_told(target, kind, mode, tmp_path):
     require(target)
     ready, x = prepared(mode, kind=kind)

@@ -12,6 +12,7 @@ from bitwright.export.conversion import ConversionError, captured, converting
 from bitwright.export.targets import TARGETS, target_named
 from bitwright.export.torch_program import export_torch, packed_copy, run_torch
 from bitwright.quantization import QuantizationSpec, Quantizer, QuantizerConfig
+from tests.matrix import each_pair
 from tests.measures import sqnr
 
 from .models import CHANNEL, W8, ConvNet, Deconv, Mlp, blocks, built, palettized, prepared, pruned
@@ -197,10 +198,10 @@ class Rest(nn.Module):
         return self.fc(sum(tensors))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("named", [True, False], ids=["named", "in order"])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("name", ["onnx", "coreai"])
+@pytest.mark.parametrize(
+    ("name", "mode", "named", "count"),
+    each_pair(["onnx", "coreai"], ["eager", "graph"], {"named": True, "in order": False}, [1, 2]),
+)
 def test_dynamic_shapes_of_any_number_of_inputs_are_those_that_it_was_prepared_with(name, mode, named, count, tmp_path):
     """torch.export takes them in a tuple of their own, but not for the graph that it has captured once."""
     target = TARGETS[name]

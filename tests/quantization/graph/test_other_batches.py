@@ -72,6 +72,8 @@ FAIL: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "first image": lambda layer, x: layer(x) + x[:1],
 }
 
+SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
+
 
 def batch(size: int) -> torch.Tensor:
     """Inputs of the functions."""
@@ -83,7 +85,7 @@ def prepared_for(model: nn.Module, *inputs: torch.Tensor) -> Any:
     return Quantizer(copy.deepcopy(model), QuantizerConfig.presets.w8()).prepare(inputs).eval()
 
 
-@pytest.mark.parametrize("captured", [1, 2, 4])
+@pytest.mark.parametrize("captured", SIZES)
 @pytest.mark.parametrize("name", HOLD)
 def test_graphs_that_hold_for_any_batch(name: str, captured: int) -> None:
     """They compute what the model does."""
@@ -96,7 +98,7 @@ def test_graphs_that_hold_for_any_batch(name: str, captured: int) -> None:
     assert torch.equal(again(batch(5)), prepared(batch(5)))
 
 
-@pytest.mark.parametrize("captured", [1, 2, 4])
+@pytest.mark.parametrize("captured", SIZES)
 @pytest.mark.parametrize("name", FAIL)
 def test_graphs_with_the_size_in_them_are_refused(name: str, captured: int, caplog: pytest.LogCaptureFixture) -> None:
     """The error says what to pass to ``prepare``, and nothing else is told; the captured size goes on to work."""

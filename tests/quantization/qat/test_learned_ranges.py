@@ -14,6 +14,7 @@ from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quan
 from bitwright.quantization._bits import set_dtype
 from bitwright.quantization.qat import parameter_groups
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, QuantizationComponentFactory
+from tests.matrix import each_pair
 
 GRANULARITIES = {
     "per_tensor": None,
@@ -450,9 +451,14 @@ def test_results_may_be_changed_in_place(kind):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("kind", ["lsq", "lsq_plus", "pact"])
-@pytest.mark.parametrize("where", ["prepare", "calibration", "validation"])
+@pytest.mark.parametrize(
+    ("mode", "kind", "where"),
+    each_pair(
+        ["eager", "graph"],
+        ["lsq", "lsq_plus", "pact"],
+        ["prepare", "calibration", "validation"],
+    ),
+)
 def test_a_forward_in_inference_mode_leaves_training_possible(mode, kind, where):
     """What a range is computed from in inference mode is saved by the backward of later steps."""
 

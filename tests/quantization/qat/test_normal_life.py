@@ -20,6 +20,7 @@ from bitwright.quantization._averages import refuse_averaged_buffers
 from bitwright.quantization.config import QATSchedule
 from bitwright.quantization.qat import DistillationLoss
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
+from tests.matrix import each_pair
 
 from .networks import MODES, ConvNet, Tied, images, make_config
 
@@ -54,9 +55,7 @@ def step(model, optimizer, seed=1):
     optimizer.step()
 
 
-@both_modes
-@both_kinds
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(("mode", "kind", "how"), each_pair(MODES, ["plain", "lsq"], ["deepcopy", "pickle"]))
 def test_copies_train_as_the_original(mode, kind, how):
     """A copy made in the middle of training goes on by itself, and as the original does."""
     quantizer, prepared = start(mode, kind)
@@ -226,9 +225,7 @@ def test_checkpoints_of_a_layer_that_is_called_again_and_again(kind):
     assert_identical(*results)
 
 
-@both_modes
-@both_kinds
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("mode", "kind", "dtype"), each_pair(MODES, ["plain", "lsq"], [torch.bfloat16, torch.float16]))
 def test_autocast(mode, kind, dtype):
     """Half-precision activations pass through simulators whose parameters stay float32; gradients are finite."""
     quantizer, prepared = start(mode, kind)
