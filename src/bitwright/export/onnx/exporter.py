@@ -69,10 +69,9 @@ def export_onnx(
         int4: ``"qdq"``, or ``"matmul_nbits"`` for ONNX Runtime's own operator on linear layers with 4-bit weights in
             blocks of 16, 32, 64, 128 or 256 along the inputs.
         unsigned_activations: write int8 activations, and the weights that integer kernels multiply with them, as uint8
-            with a zero point that is 128 higher, or as two signed halves that every input is multiplied with, which
-            is quicker. The values are the same, and sums in ONNX Runtime's kernels for x86 do not overflow. False
-            keeps them signed, as TensorRT wants them; on processors without VNNI ONNX Runtime is then right with
-            ``open_session(..., precise=True)`` only.
+            with a zero point that is 128 higher, or as two signed halves, which is quicker. Values are the same, and
+            sums in ONNX Runtime's kernels for x86 do not overflow. False keeps them signed, as TensorRT wants them; on
+            processors without VNNI ONNX Runtime is then right with ``open_session(..., precise=True)`` only.
         integer_kernels: let ONNX Runtime multiply codes in layers between quantized activations. ``"fused"`` keeps
             layers and weights whole, as every reader of such files fuses them; that rounds biases, which puts about
             one code in some thousands of a layer's output beside that of the prepared model. ``"exact"`` writes
