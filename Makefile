@@ -18,7 +18,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow and not peer and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -m "not slow and not peer and not gpu" -n 2
 
 test-all: $(STAMP)
 	BITWRIGHT_HYPOTHESIS=thorough $(BIN)/python -m pytest -q

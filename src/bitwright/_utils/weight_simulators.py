@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx, nn
 
+from bitwright._utils.sharded import whole
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
-from bitwright.quantization.spec._sharded import whole
 
 from .parametrization import own_parametrizations
 

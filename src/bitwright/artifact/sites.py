@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwright._utils.packed_weights import PackedWeight, is_packed
 from bitwright._utils.parametrization import own_parametrizations
+from bitwright._utils.sharded import is_sharded
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
-from bitwright.quantization.spec._sharded import is_sharded
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .errors import ArtifactError

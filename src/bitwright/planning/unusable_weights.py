@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bitwright._utils.packed_weights import PackedWeight, is_packed
 from bitwright._utils.parametrization import own_parametrizations
+from bitwright._utils.sharded import is_sharded
 from bitwright.config.matching import resolve_module_rules
 from bitwright.program import Program
-from bitwright.quantization.spec._sharded import is_sharded
 
 from .plan import Plan
 from .scripted_modules import asks_for_states

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bitwright._utils.sharded import may_change_unseen
+
 from ._statistics import gathering
 from .spec import GlobalMinMaxQParamsCalculator, RunningRangeMixin
 from .spec._histogram import Histogram
-from .spec._sharded import may_change_unseen
 from .spec.fake_quantize import FakeQuantizeImplBase
 from .spec.learned import LearnedQParamsCalculatorBase, _Statistics
 from .spec.observers import DistributionRangeCalculatorBase

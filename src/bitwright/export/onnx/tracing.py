@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,9 +118,11 @@ def _traced(
             _register_constants(program.model.graph)
         if not isinstance(model, nn.Module) or not dynamic_shapes:
             return program
-        fixed = fixed or _leaves_out(program, model, args, kwargs, dynamic_shapes)
+        with warnings.catch_warnings(record=True) as told:  # of a program that may not be the one that is written
+            warnings.simplefilter("always")
+            fixed = fixed or _leaves_out(program, model, args, kwargs, dynamic_shapes)
         if not (fixed or _assumes_sizes(program)):
-            return program
+            return _with_warnings(program, told)
     except ConversionError as error:
         exported: Any = model
         if isinstance(model, nn.Module):
@@ -139,7 +142,13 @@ def _traced(
     except ConversionError as error:
         if fixed or sizes_refused(error):
             raise
-        return program
+        return _with_warnings(program, told)
+
+
+def _with_warnings(program: Any, told: Sequence[warnings.WarningMessage]) -> Any:
+    for warning in told:
+        warnings.warn(warning.message, stacklevel=5)
+    return program
 
 
 def _leaves_out(

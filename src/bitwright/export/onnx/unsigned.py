@@ -84,7 +84,7 @@ def _multiply_halves(graph: Any, product: Any, axes: tuple[int, int], number: in
     codes = weight.inputs[0]
     build = NodeBuilder(graph, product, f"{codes.name}_halves", number)
     whole = build("Cast", [codes], {"to": 1})
-    lower = build("Floor", [build("Mul", [whole, build.initializer(torch.tensor(0.5), "half")])])
+    lower = build("Floor", [build("Mul", [whole, build.initializer(torch.tensor(0.5, dtype=torch.float32), "half")])])
     halves = [build("Cast", [half], {"to": 3}) for half in (lower, build("Sub", [whole, lower]))]
     stored = build("Concat", halves, {"axis": axes[1]})
     per_output = {name: attribute.value for name, attribute in weight.attributes.items()}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bitwright._utils.prepared_state import load_prepared_state
+from bitwright._utils.sharded import is_sharded
 from bitwright._utils.weight_simulators import simulator_places
 from bitwright._weight_compressor import InsertedSimulators, WeightCompressor
 from bitwright.base_model_compressor import _Lifecycle
@@ -25,7 +26,6 @@ from bitwright.planning import Placement, Plan
 from bitwright.planning.ops import AxisConflictError, default_weight_axes
 from bitwright.planning.palettized import PalettizationTechnique
 from bitwright.planning.stacking import kinds_on
-from bitwright.quantization.spec._sharded import is_sharded
 
 from ._palettized_places import (
     PalettizedPlace,

@@ -14,6 +14,7 @@ import torch
 from bitwright import kernels
 from bitwright._utils.call_frames import is_in_branch
 from bitwright._utils.direct_calls import Call, caller, pass_through
+from bitwright._utils.sharded import is_sharded, on_whole
 from bitwright.config.spec import CompressionTargetTensor
 from bitwright.kernels import Grid, Task
 from bitwright.kernels.dispatch import undisturbed
@@ -30,7 +31,6 @@ from ._one_pass import (
 )
 from ._recall import Recall, will_be_repeated
 from ._running_range import RunningRangeMixin
-from ._sharded import is_sharded, on_whole
 from ._shortcut import following, is_repeated, observing, quantizing, remembering
 from ._switches import SwitchedModule
 from ._weight_memory import WeightMemory, measurement

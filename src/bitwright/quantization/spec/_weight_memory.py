@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright._utils.sharded import may_change_unseen
 from bitwright.kernels import Grid
 from bitwright.kernels.dispatch import is_plain_torch, take_snapshot
-
-from ._sharded import may_change_unseen
 
 __all__ = ["WeightMemory", "measurement", "watch"]
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from bitwright._utils.sharded import is_sharded, may_change_unseen, whole, write
 from bitwright.kernels.dispatch import is_plain_torch, take_snapshot
 from bitwright.kernels.grid import block_view_shape
 
 from ._calculator_base import QParams, QParamsCalculatorBase
 from ._calculator_state import StatefulQParamsCalculatorBase
-from ._sharded import is_sharded, may_change_unseen, whole, write
 from .observers import DistributionRangeCalculatorBase
 from .qscheme import QuantizationScheme
 from .range_calculator import MinMaxRangeCalculator
