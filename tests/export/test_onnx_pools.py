@@ -110,3 +110,20 @@ def test_shapes_of_maxima_are_known(tmp_path):
         inferred = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
         shapes = [[dim.dim_value for dim in out.type.tensor_type.shape.dim] for out in inferred.graph.output]
         assert shapes == [list(one.shape) for one in expected]
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_maxima_with_defaults_left_out(ceil_mode, tmp_path):
+    """torch's translation wants a number for each dimension: of batches, single images, and sizes that are free."""
+
+    class Reduced(nn.Module):
+        def forward(self, x, image):
+            pool = nn.MaxPool2d(2, ceil_mode=ceil_mode)
+            return pool(x), pool(image), F.max_pool3d(x[:, None], 2, ceil_mode=ceil_mode), F.max_pool1d(image, 2)
+
+    inputs = torch.randn(2, 3, 8, 6), torch.randn(3, 9, 7)
+    shapes = {"x": {2: torch.export.Dim("height", min=4, max=64)}, "image": None}
+    path = export_onnx(Reduced().eval(), inputs, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    other = torch.randn(2, 3, 12, 6), inputs[1]
+    for found, expected in zip(run_onnx(path, other), Reduced()(*other), strict=True):
+        assert torch.equal(found, expected)

@@ -75,11 +75,12 @@ def max_pool(pool: Any, opset: int | None) -> Callable[..., Any]:
         )
         sizes = [] if x.shape is None else list(x.shape)[-dims:]
         is_batch = x.shape is not None and len(x.shape) == dims + 2
+        torchs = torchs_translation(pool, opset)
         if not ceil_mode or not is_batch or not all(isinstance(size, int) for size in sizes):
-            return torchs_translation(pool, opset)(x, kernel_size, stride, padding, dilation, ceil_mode)
+            return torchs(x, kernel, steps, begins, gaps, ceil_mode)
         ends = [_end(*window) for window in zip(sizes, kernel, steps, begins, gaps, strict=True)]
         if any(end >= size for end, size in zip(ends, kernel, strict=True)):  # which the runtime refuses
-            return torchs_translation(pool, opset)(x, kernel_size, stride, padding, dilation, ceil_mode)
+            return torchs(x, kernel, steps, begins, gaps, ceil_mode)
         found, _places = operators().MaxPool(
             x, kernel_shape=kernel, strides=steps, pads=[*begins, *ends], dilations=gaps, ceil_mode=0
         )
