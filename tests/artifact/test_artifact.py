@@ -588,3 +588,9 @@ def test_what_could_not_be_loaded_is_not_saved(given, words, tmp_path):
     with pytest.raises(ArtifactError, match=words):
         Artifact(Artifact.from_model(nn.Linear(2, 3)), **given).save(tmp_path / "new")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_size_of_files_that_is_no_number(tmp_path):
+    with pytest.raises(TypeError, match=r"shard_bytes is a number of bytes.*'1GB'"):
+        Artifact.from_model(nn.Linear(2, 3)).save(tmp_path / "new", shard_bytes="1GB")
+    assert not any(tmp_path.iterdir())

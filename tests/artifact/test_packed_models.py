@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -291,3 +292,23 @@ def test_its_own_state_is_loaded(assign):
     assert not torch.equal(model(X), expected(X))
     model.load_state_dict({name: value.clone() for name, value in expected.state_dict().items()}, assign=assign)
     assert torch.equal(model(X), expected(X))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_pickles_of_eight_bit_floats(dtype, mode):
+    """torch cannot read those that pickle writes, as joblib does."""
+    spec = {"dtype": dtype, "qscheme": "symmetric"}
+    config = {"global_config": {"op_state_spec": {"weight": spec}}, "execution_mode": mode}
+    prepared = Quantizer(network(), QuantizerConfig.from_dict({"quantization_config": config})).prepare((X,)).eval()
+    model = packed_copy(prepared)
+    state, artifact = model.state_dict(), Artifact.from_model(prepared)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(X), model(X))
+        assert {name: part.dtype for name, part in twin.state_dict().items()} == {
+            name: part.dtype for name, part in state.items()
+        }
+    assert getattr(torch, dtype) in {part.dtype for part in state.values()}
+    again = pickle.loads(pickle.dumps(artifact))
+    assert all(torch.equal(again.decode(name), artifact.decode(name)) for name in artifact)
+    assert again.compressed == artifact.compressed

@@ -40,7 +40,7 @@ class Rounding:
 
 def roundings(model, inputs, path):
     """Compare every rounding to integers of a prepared model in ExecuTorch with PyTorch's, each for itself."""
-    program, by_codes = _program(model, int8_weight, inputs)
+    program, by_codes, _ = _program(model, int8_weight, inputs)
     whole = _Recorder(program.module())
     with torch.no_grad():
         whole.run(*inputs)

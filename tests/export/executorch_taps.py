@@ -55,7 +55,7 @@ def roundings(model, inputs, path):
         The roundings, and the SQNR in dB of the outputs given the program's codes.
     """
     whole = run_executorch(export_executorch(model, inputs, path), inputs)
-    program, by_codes = _program(model, int8_weight, inputs)
+    program, by_codes, _ = _program(model, int8_weight, inputs)
     module, tapped = _tapped(program.module())
     path.write_bytes(_lowered(torch.export.export(module, inputs, strict=False), _partitioners(by_codes)))
     found = run_executorch(path, inputs)

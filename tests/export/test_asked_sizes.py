@@ -73,6 +73,10 @@ def test_a_narrower_range_is_told():
         captured(model, (EXAMPLE,), None, ({1: ANY},))
     captured(model, (), {"x": EXAMPLE}, {"x": {1: torch.export.Dim.DYNAMIC(min=4)}})
     captured(Conditional(lambda y: y * 2 if y.shape[1] > 3 else 1 / 0), (EXAMPLE,), None, ({1: ANY},))
+    for asked in (lambda n: n // 2 > 1, lambda n: n % 16 != 0):
+        other = Conditional(lambda y, asked=asked: y * 2 if asked(y.shape[1]) else y * 3).eval()
+        with pytest.warns(BitwrightWarning, match=r"narrower range.*\(not (3|16): it assumes"):
+            captured(other, (EXAMPLE,), None, ({1: ANY},))
     config = QuantizerConfig.presets.w8(execution_mode="graph")
     ready = Quantizer(model, config).prepare((EXAMPLE,), dynamic_shapes=({1: ANY},)).eval()
     with pytest.warns(BitwrightWarning, match=r"(?s)\(not 3: it assumes n > 3 in\n.*y \* 2 if y.shape\[1\] > 3"):
@@ -125,3 +129,11 @@ def test_graphs_that_check_their_sizes(target, tmp_path):
     ready = Quantizer(model, config).prepare((EXAMPLE,), dynamic_shapes=({1: ANY},)).eval()
     with pytest.raises(ConversionError, match=r"(?s)dimension 1 of the input 'x' \(6 in the example, but not [57]"):
         TARGETS[target].write(ready, (EXAMPLE,), tmp_path / "m", {}, ({1: ANY},))
+
+
+def test_another_branch_in_a_program_of_torch(tmp_path):
+    """The file has no checks of the sizes that its branch was taken for, where the other one computes the same."""
+    model = Conditional(lambda y: y * 2 if y.shape[1] % 2 == 0 else y + y).eval()
+    path = TARGETS["torch"].write(model, (EXAMPLE,), tmp_path / "m.pt2", {}, ({1: ANY},))
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(TARGETS["torch"].run(path, (x,))[0], model(x))

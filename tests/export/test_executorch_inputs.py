@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,10 @@ from torch.export import Dim
 
 pytest.importorskip("executorch.exir")
 
+from bitwright.errors import BitwrightWarning
 from bitwright.export.conversion import ConversionError
 from bitwright.export.executorch import export_executorch, run_executorch
+from bitwright.export.executorch.exporter import _captured
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.matrix import each_value
 from tests.measures import sqnr
@@ -184,6 +188,41 @@ def test_sizes_that_the_runtime_does_not_take_are_said(tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match=r"sizes differ.*fewer dimensions"):
         export_executorch(ready, (x,), tmp_path / "m.pte", dynamic_shapes=({0: Dim("batch", min=2, max=40)},))
     assert not (tmp_path / "m.pte").exists()
+
+
+class Branching(nn.Module):
+    """A layer, and what depends on how many rows there are."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.layer, self.rest = nn.Linear(8, 8), rest
+
+    def forward(self, x):
+        return self.rest(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:The program holds for a narrower range")
+def test_the_largest_size_in_another_branch():
+    """Eight rows need no padding to fours: seven are the example, and the file is run on eight too."""
+
+    def in_fours(y):
+        missing = (4 - y.shape[0] % 4) % 4
+        return (nn.functional.pad(y, (0, 0, 0, missing)) if missing > 0 else y).unflatten(0, (-1, 4)).mean(1)
+
+    x = torch.randn(5, 8)
+    program, others = _captured(Branching(in_fours), (x,), {}, ({0: Dim.DYNAMIC(min=2, max=8)},))
+    assert [len(args[0]) for args, _ in (program.example_inputs, *others)] == [7, 5, 8]
+    of_fifties = Branching(lambda y: y * 2 if y.shape[0] % 50 == 0 else y * 3)
+    with pytest.raises(ConversionError, match="100 in the example, but not 99"):
+        _captured(of_fifties, (x,), {}, ({0: Dim.DYNAMIC(min=2, max=100)},))
+
+
+def test_a_narrower_range_is_told_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BitwrightWarning)
+        model = Branching(lambda y: y * 2 if y.shape[0] > 3 else y * 3)
+        _captured(model, (torch.randn(6, 8),), {}, ({0: Dim.DYNAMIC(min=2, max=16)},))
+    assert len([one for one in caught if issubclass(one.category, BitwrightWarning)]) == 1
 
 
 class Sequences(nn.Module):

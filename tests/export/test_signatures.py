@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.export.conversion import ConversionError, captured
+from bitwright.export.decomposing import decomposed
 from bitwright.export.operators import check_operators
-from bitwright.export.signatures import drop_constants
+from bitwright.export.signatures import drop_constants, with_states_copied
 from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
 from tests.measures import sqnr
@@ -88,6 +89,19 @@ def test_only_inputs_that_are_written_to_are_copied():
     drop_constants(program)
     copied = [node.args[0].name for node in program.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert copied == [program.graph_signature.user_inputs[1]]
+
+
+@pytest.mark.parametrize("size", [torch.export.Dim("n", max=8), torch.export.Dim.DYNAMIC(max=8)])
+def test_dynamic_sizes_beside_what_is_no_tensor(size):
+    """torch's checks of sizes are written for the inputs that are there no more."""
+    model = Model(lambda f, none, xs, number, y: f(xs[1]) * y * number).eval()
+    shapes = ((None, [None, {0: size}], None, {0: size}),)
+    program = captured(model, (None, [3, X], 2.0, X + 1), None, shapes)
+    drop_constants(program)
+    program = decomposed(decomposed(program))
+    x, y = torch.randn(5, 8), torch.randn(5, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(with_states_copied(program)([x], y), model(None, [3, x], 2.0, y))
 
 
 @pytest.mark.parametrize("target", ["coreai", "onnx"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,14 @@ class Artifact(Mapping[str, CompressedTensor[Any]]):
                 tensor.
 
         Raises:
+            TypeError: ``shard_bytes`` is no number.
             NotADirectoryError: ``directory`` is a file.
             FileExistsError: it is not empty.
             ArtifactError: a name has no form in UTF-8, an alias is one of no tensor or hides one, or :attr:`config` or
                 :attr:`plan` is not JSON-compatible.
         """
+        if not isinstance(shard_bytes, Real):
+            raise TypeError(f"shard_bytes is a number of bytes, such as 1 << 28, got {shard_bytes!r}.")
         _check_encodable([*self._tensors, *self.aliases, *self.activations])
         self._check_aliases()
         with new_directory_atomically(directory) as folder:

@@ -16,6 +16,7 @@ from bitwright.kernels.packed import PackedMatrix
 
 from .compress import compress_tensor, register_encoder
 from .lazy import LazyWeight
+from .pickled import as_before, as_read_by_torch
 from .sites import activation_simulators, weight_sites
 from .tensors import CompressedTensor, QuantizedTensor, build_tensor, recast
 
@@ -80,7 +81,17 @@ class PackedTensor(PackedWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: not the matrix, which is made of the buffers."""
-        return {key: value for key, value in self.__dict__.items() if key != "_kept"}
+        state = {key: value for key, value in self.__dict__.items() if key != "_kept"}
+        buffers, dtypes = as_read_by_torch(self._buffers)
+        return {**state, "_buffers": buffers, "_dtypes": dtypes} if dtypes else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` returned."""
+        dtypes = state.get("_dtypes", {})
+        kept = {key: value for key, value in state.items() if key != "_dtypes"}
+        super().__setstate__(kept)  # type: ignore[no-untyped-call]
+        if dtypes:
+            self._buffers = as_before(self._buffers, dtypes)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.output_dtype = fn(torch.empty(0, dtype=self.output_dtype)).dtype

@@ -14,6 +14,7 @@ from bitwright.kernels.packed import PackedMatrix
 
 from .errors import ArtifactError
 from .layouts import DenseLayout, PalettizedLayout, QuantizedLayout, TensorLayout, dtype_name
+from .pickled import as_before, as_read_by_torch
 from .tracing import dequantize, unpack_codes
 
 __all__ = ["CompressedTensor", "DenseTensor", "PalettizedTensor", "QuantizedTensor", "build_tensor", "recast"]
@@ -47,6 +48,17 @@ class CompressedTensor(ABC, Generic[_LayoutT]):
                     f"The part {name!r} must have shape {shape} and dtype {dtype}, "
                     f"got {tuple(part.shape)} and {part.dtype}."
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold."""
+        parts, dtypes = as_read_by_torch(self.parts)
+        return {**self.__dict__, "parts": parts, "_dtypes": dtypes} if dtypes else dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` returned."""
+        dtypes = state.get("_dtypes", {})
+        kept = {key: value for key, value in state.items() if key != "_dtypes"}
+        self.__dict__.update(kept, parts=as_before(state["parts"], dtypes) if dtypes else state["parts"])
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ from bitwright.program.unlift import reserved_state
 
 __all__ = [
     "OTHER_OPERATOR", "ConversionError", "captured", "converting", "finalized_copy", "is_prepared_graph", "module_path",
-    "places_by_operator", "plain_layout", "refuse_finalized", "refuse_inner_graphs", "refuse_missing",
+    "own_warnings_passed_on", "places_by_operator", "plain_layout", "refuse_finalized", "refuse_inner_graphs",
+    "refuse_missing",
 ]  # fmt: skip
 
 OTHER_OPERATOR = "The float model has it: write it with other operators there, or choose another target."
@@ -106,7 +107,7 @@ def converting(converter: str, remedy: str | None = None) -> Iterator[None]:
         BitwrightWarning: the user has such warnings raised.
     """
     try:
-        with _own_warnings_passed_on(), _output_dropped(), quick_decompositions(), keywords_read(), torch.no_grad():
+        with own_warnings_passed_on(), _output_dropped(), quick_decompositions(), keywords_read(), torch.no_grad():
             yield
     except (TraceError, UnknownClassError) as error:
         raise ConversionError(str(error)) from error
@@ -136,7 +137,8 @@ def _raise_of_the_disk(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def _own_warnings_passed_on() -> Iterator[None]:
+def own_warnings_passed_on() -> Iterator[None]:
+    """Drop the warnings of a block, but those of Bitwright, which are passed on afterwards, each once."""
     caught: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as caught:

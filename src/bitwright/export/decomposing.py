@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._export import utils
 from torch._guards import detect_fake_mode
-from torch.export import decomp_utils, exported_program
+from torch.export import _unlift, decomp_utils, exported_program
 
 from bitwright._utils.replacing import replaced
 
@@ -51,11 +51,15 @@ def quick_decompositions() -> Iterator[None]:
     such operators of all namespaces in each of them. And it puts functions of its own in the place of each of them for
     each backend, 12,000 times, where the type annotations of a local function, made anew each time, take a third of the
     time; ``typing`` keeps them.
+
+    Nor does it trace the checks of sizes that ``ExportedProgram.module`` puts in front of a program: no converter has
+    them, and they may name inputs that :func:`~bitwright.export.signatures.drop_constants` has taken away.
     """
     with (
         replaced(exported_program, "_collect_all_valid_cia_ops", _listing_once),
         replaced(decomp_utils, "_collect_all_valid_cia_ops", _listing_once),
         replaced(torch._ops, "Callable", lambda _: typing.Callable),
+        replaced(_unlift, "_ok_to_generate_guards_fn", lambda _: _never),
     ):
         yield
 
@@ -72,3 +76,7 @@ def _listing_once(collect: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
 
 def _nothing() -> None:
     pass
+
+
+def _never() -> bool:
+    return False

@@ -208,7 +208,7 @@ def _computed_from(program: torch.export.ExportedProgram) -> set[fx.Node]:
 
 def with_states_copied(program: torch.export.ExportedProgram) -> Callable[..., Any]:
     """Return what calls a program; it writes to copies of its states, which may be the user's own tensors."""
-    module = program.module()
+    module = program.module(check_guards=False)  # checks may be of inputs that were taken away
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     written = {name: tensors[name] for name in _states_to_write(program).values() if name in tensors}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -25,6 +26,7 @@ from bitwright.export.conversion import (
     captured,
     converting,
     module_path,
+    own_warnings_passed_on,
     places_by_operator,
     refuse_missing,
 )
@@ -36,8 +38,10 @@ from bitwright.export.lacking import LACKING, without_lacking
 from bitwright.export.lacking_basics import LACKING_BASICS
 from bitwright.export.lowering import lower
 from bitwright.export.numbers_alone import give_numbers_a_dimension
-from bitwright.export.signatures import drop_constants, only_tensors
+from bitwright.export.signatures import drop_constants, only_tensors, with_states_copied
 from bitwright.export.sorts import spell_out_sorts
+from bitwright.program.float_graph import same_numbers
+from bitwright.program.protect import preserved_state
 
 from .activations import ActivationStandIns, activation_form, saturates_as_int8
 from .constants import constants_for_each_use
@@ -49,7 +53,6 @@ from .graph import (
     drop_identities,
     drop_unread_addends,
     reshape_behind_attention,
-    slices_for_splits,
     spell_out_batch_norms,
     spell_out_crops,
     spell_out_gelu,
@@ -130,8 +133,7 @@ def export_executorch(
     exact = not simulators and all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
     for number, (what, weight, options) in enumerate(ways):
         try:
-            program, by_codes = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
-            others = only_tensors((example_inputs, example_kwargs)) if dynamic_shapes else None
+            program, by_codes, others = _program(model, weight, example_inputs, example_kwargs, dynamic_shapes)
             with converting("ExecuTorch"):
                 lowered = _lowered(program, [] if options is None else _partitioners(by_codes, **options))
             with new_file_atomically(path) as part, converting("ExecuTorch"):
@@ -152,12 +154,12 @@ def _program(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-) -> tuple[torch.export.ExportedProgram, bool]:
-    """What is to be written, and whether layers multiply with a weight that is computed from codes."""
+) -> tuple[torch.export.ExportedProgram, bool, list[Any]]:
+    """What is to be written, whether layers multiply with a weight computed from codes, and inputs of other sizes."""
     simulators = activation_simulators(model).values()
     calibrated = [simulator for simulator in simulators if activation_form(simulator) != "dynamic"]
     activations = ActivationStandIns(static=all(map(saturates_as_int8, calibrated)))
-    program = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
+    program, others = _captured(lower(model, weight, activations).model.eval(), args, kwargs, dynamic_shapes)
     program = _spelled_out(program)
     drop_identities(program.graph_module)
     dequantize_for_each_reader(program.graph_module)
@@ -168,7 +170,7 @@ def _program(
     reshape_behind_attention(program.graph_module)
     by_codes = multiply_by_codes(program)
     constants_for_each_use(program)
-    return program, by_codes
+    return program, by_codes, only_tensors(others)
 
 
 def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -185,7 +187,6 @@ def _spelled_out(program: torch.export.ExportedProgram) -> torch.export.Exported
     give_numbers_a_dimension(program.graph)
     spell_out_experts(program.graph_module)
     spell_out_split_experts(program.graph_module)
-    slices_for_splits(program.graph_module)
     sum_in_float32(program.graph_module)
     drop_unread_addends(program.graph_module)
     spell_out_gelu(program.graph_module)
@@ -277,18 +278,35 @@ def _require_executorch() -> None:
     require("executorch.kernels.quantized", "executorch", "Export to ExecuTorch")
 
 
-def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any) -> Any:
-    """What torch.export captures. ExecuTorch keeps the choices that PyTorch makes for the sizes of the examples.
+def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: Any, dynamic_shapes: Any) -> tuple[Any, list[Any]]:
+    """What torch.export captures, and inputs of other sizes that the file is to be run on.
 
-    A convolution of fewer than 16 images takes another way than one of more, for example, and a file that was written
-    from two images would take 15 at most, so that the largest sizes are examples.
+    ExecuTorch keeps the choices that PyTorch makes for the sizes of the examples. A convolution of fewer than 16 images
+    takes another way than one of more, for example, and a file that was written from two images would take 15 at most,
+    so that the largest sizes are examples. Where the model takes a branch for these that does not hold for others, as
+    without padding, the sizes before them are.
     """
-    program = captured(model, args, kwargs, dynamic_shapes)
-    largest = largest_inputs(program)
-    if largest is None:
-        return program
-    args, kwargs = largest
-    return captured(model, args, kwargs, dynamic_shapes)
+    given = (args, dict(kwargs or {}))
+    with own_warnings_passed_on():
+        program = captured(model, args, kwargs, dynamic_shapes)
+        largest = largest_inputs(program)
+        if largest is None:
+            return program, []
+        try:
+            return captured(model, largest[0], largest[1], dynamic_shapes), [given]
+        except ConversionError:
+            args, kwargs = largest_inputs(program, 1)
+            with contextlib.suppress(Exception):  # whatever it raises at the largest sizes
+                program = captured(model, args, kwargs, dynamic_shapes)
+                if _computes_as(program, model, *largest):
+                    return program, [given, largest]
+            raise
+
+
+def _computes_as(program: torch.export.ExportedProgram, model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a program has the results of a model."""
+    with preserved_state(model), torch.no_grad():
+        return same_numbers(with_states_copied(program)(*args, **kwargs), model(*args, **kwargs))
 
 
 def _partitioners(by_codes: bool, **options: Any) -> list[Any]:

@@ -27,7 +27,6 @@ __all__ = [
     "has_scales_of_inputs",
     "op_name",
     "reshape_behind_attention",
-    "slices_for_splits",
     "spell_out_batch_norms",
     "spell_out_crops",
     "spell_out_gelu",
@@ -44,7 +43,6 @@ _MOVES = tuple(
     f"aten::{name}"
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "slice")
 )
-_SPLITS = tuple(f"aten::{name}" for name in ("split", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"))
 _CASTS = ("aten::to", "aten::type_as", "aten::alias", "aten::detach")
 _JOINS = ("aten::cat", "aten::concat", "aten::stack")
 _PADS = ("aten::pad", "aten::constant_pad")
@@ -72,36 +70,6 @@ def spell_out_gelu(module: fx.GraphModule) -> None:
             side = call(module.graph, aten.tanh.default, multiply(inner, math.sqrt(2 / math.pi)))
             y = multiply(multiply(x, 0.5), add(side, 1.0))
         replace(node, y)
-    module.recompile()
-
-
-def slices_for_splits(module: fx.GraphModule) -> None:
-    """Cut pieces of a varying number of rows one by one.
-
-    ExecuTorch's verifier counts the rows of the first piece where it means to count the pieces, and so fixes their
-    number.
-    """
-    aten, graph = torch.ops.aten, module.graph
-    for node in list(graph.nodes):
-        name, pieces = op_name(node), list(node.users)
-        unbound = name == "aten::unbind.int"
-        if not unbound and not name.startswith(_SPLITS):
-            continue
-        shapes = [piece.shape for piece in node.meta["val"]]
-        axis = argument(node, "dim")
-        lengths = [1 if unbound else shape[axis] for shape in shapes]
-        if not any(isinstance(shape[0], torch.SymInt) for shape in shapes if shape) or not _are_numbers(lengths):
-            continue
-        for piece in pieces:
-            number: Any = piece.args[1]
-            begin = sum(lengths[:number])
-            with graph.inserting_before(piece):
-                if unbound:
-                    cut = call(graph, aten.select.int, node.args[0], axis, number)
-                else:
-                    cut = call(graph, aten.slice.Tensor, node.args[0], axis, begin, begin + lengths[number])
-            replace(piece, cut)
-        graph.erase_node(node)
     module.recompile()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ def run_executorch(path: str | Path, inputs: tuple[torch.Tensor, ...]) -> list[t
         ) from error
 
 
-def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough_db: float) -> None:
+def check(path: Path, program: torch.export.ExportedProgram, others: Sequence[Any], enough_db: float) -> None:
     """Run a file once: XNNPACK's runtime refuses some graphs that its partitioner took, and computes some wrong.
 
     Args:
         path: the file.
         program: what was written.
-        others: positional and keyword inputs of other sizes than the program's example inputs, on which to run it as
-            well; None for none.
+        others: positional and keyword inputs, several times, of other sizes than the program's example inputs, on
+            which to run it as well.
         enough_db: ratio of signal to noise that the outputs must reach.
 
     Raises:
@@ -60,13 +61,12 @@ def check(path: Path, program: torch.export.ExportedProgram, others: Any, enough
             exported program's.
     """
     try:
-        tried = [program.example_inputs] if others is None else [program.example_inputs, others]
-        right = all(_outputs_agree(path, program, inputs, enough_db) for inputs in tried)
+        right = all(_outputs_agree(path, program, inputs, enough_db) for inputs in (program.example_inputs, *others))
     except RuntimeError as error:
         if lacking := kernels_lacking(path):
             words = f"ExecuTorch's runtime has no kernel for {', '.join(lacking)}"
             raise ConversionError(f"{words}. {OTHER_OPERATOR}") from error
-        if others is None:
+        if not others:
             raise
         raise ConversionError(
             f"dynamic_shapes allow sizes that the file does not take, because ExecuTorch keeps some to what it saw, "
@@ -101,15 +101,20 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-def largest_inputs(program: torch.export.ExportedProgram) -> Any:
+def largest_inputs(program: torch.export.ExportedProgram, less: int = 0) -> Any:
     """Return the example inputs, repeated to the largest size of each dynamic dimension; None where all are fixed.
+
+    Args:
+        program: whose dimensions these are.
+        less: how much less than the largest each is, if it is that large.
 
     Raises:
         ValueError: a dimension has no largest size.
     """
     leaves, structure = tree_flatten(program.example_inputs)
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    largest = {symbol: bounds.upper for symbol, bounds in program.range_constraints.items()}
+    ranges = program.range_constraints.items()
+    largest = {symbol: max(bounds.lower, bounds.upper - less) for symbol, bounds in ranges}
     dynamic = False
     for number, name in enumerate(program.graph_signature.user_inputs):
         value = placeholders[name].meta["val"] if name in placeholders else None
