@@ -287,3 +287,23 @@ def _layer():
     config = QuantizerConfig(global_config=module, execution_mode="eager")
     prepared = Quantizer(nn.Sequential(nn.Linear(256, 512)).eval(), config).prepare((torch.randn(1, 256),))
     return prepared, packed_copy(prepared)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", [lambda weight: weight.sum(), lambda weight: weight.T])
+def test_weights_of_modules_that_torch_compile_leaves_alone(read):
+    """They are read as without it: it compiles nothing of what is between a call and the codes."""
+    _, packed = _vocabularies()
+    lazy = getattr(packed, "0").weight
+    assert isinstance(lazy, LazyWeight)
+
+    def broken(weight):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            result = read(weight), weight.dtype, weight.device
+        return result
+
+    torch.compiler.reset()
+    result, dtype, device = torch.compile(broken, backend="eager")(lazy)
+    assert torch.equal(result, read(lazy.decoded()))
+    assert (dtype, device) == (torch.float32, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 pytest.importorskip("coreai_torch")
 
 from bitwright.artifact import ArtifactError
+from bitwright.export import coreai_weights
 from bitwright.export.mapped import MappedFiles
 from bitwright.quantization import QuantizationSpec, _export_utils
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
@@ -240,6 +242,31 @@ def test_pruned_weights_with_several_tables(name):
     is_dense = name == "all values in use"
     assert coreai_ops(exported)["sparse_to_dense" if is_dense else "lut_to_dense"] == 1
     assert size < 0.3 * 4 * 128 * 128 or is_dense
+
+
+@pytest.mark.parametrize("case", ["quantized", "half precision", "fp4", "palettized", *JOINT])
+def test_finalized_eager_models_are_copied_and_saved(case, monkeypatch):
+    """What calls the ops itself registers them where it is loaded, which may be a new process."""
+    model, x = built(Mlp if case == "fp4" else Deconv, torch.bfloat16 if case == "half precision" else torch.float32)
+    if case in JOINT:
+        compressor, _ = pruned_and_compressed(model, x, JOINT[case])
+    elif case == "palettized":
+        compressor, _ = palettized(model, x, n_bits=4, granularity=grouped(4))
+    else:
+        weight = WEIGHTS["fp4"][1] if case == "fp4" else W8
+        compressor, _ = prepared(model, x, weight, ACTIVATIONS["int8 symmetric zp"])
+    final = compressor.finalize(backend="coreai")
+    expected = final(x)
+    assert torch.equal(copy.deepcopy(final)(x), expected)
+    file, registered = io.BytesIO(), []
+    torch.save(final, file)
+    file.seek(0)
+    monkeypatch.setattr(coreai_weights, "coreai_layers", lambda: registered.append(True))
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), expected)
+    calling = [module for module in loaded.modules() if isinstance(module, coreai_weights.CallsCoreAI)]
+    assert len(registered) == len(calling)
+    assert bool(calling) or case not in ("half precision", "int8", "palette")
 
 
 def test_pruned(tmp_path):

@@ -103,12 +103,17 @@ def _traces_branch() -> bool:
 _traces_branch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def run_by_itself(function: Callable[..., Any]) -> None:
+def run_by_itself(function: Callable[..., Any], *, with_calls: bool = False) -> None:
     """Have ``torch.compile`` leave calls of a function alone that Python makes: neither compiled nor looked up again.
 
-    What the function calls may be compiled, and calls of it in compiled code become part of that.
+    Calls of it in compiled code become part of that.
+
+    Args:
+        function: the function.
+        with_calls: leave what it calls alone as well, which may be compiled otherwise.
     """
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bitwright._utils.call_frames import run_by_itself
 from bitwright._utils.packed_weights import refuse_write
 from bitwright._utils.weight_writes import NO_WRITES
 from bitwright.kernels import reference
@@ -113,6 +114,12 @@ class LazyWeight(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         """Return the decoded tensor."""
         return self.decoded()
+
+
+# A module that torch.compile runs as it is, for a break in its graph or too many sizes, reads such weights. Compiling
+# how they are read would ask for their attributes, which are read so, without end.
+for _method in (LazyWeight.__torch_function__, LazyWeight.__torch_dispatch__):
+    run_by_itself(_method, with_calls=True)
 
 
 def _check_unwritten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from bitwright.kernels import Grid
 from bitwright.quantization._export_utils import canonicalize_qparam_shape
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
-from .coreai_weights import coreai_layers
+from .coreai_weights import CallsCoreAI, coreai_layers
 
 __all__ = ["ActivationOperands", "ClampToRange", "activation_operands", "along", "coreai_activation", "narrowed"]
 
@@ -82,7 +82,7 @@ class _Cast(nn.Module):
         return str(self.dtype)
 
 
-class _Widened(nn.Module):
+class _Widened(CallsCoreAI):
     """One of Core AI's layers whose parameters are kept in the model's dtype and read in float32.
 
     Args:

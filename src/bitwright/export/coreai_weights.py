@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .extras import require
 
 __all__ = [
     "FP4_BLOCK",
+    "CallsCoreAI",
     "container_of",
     "coreai_layers",
     "coreai_weight",
@@ -167,6 +169,14 @@ def _packed_fp4(values: torch.Tensor) -> torch.Tensor:
     return (codes[..., 0] | (codes[..., 1] << 4)).contiguous()
 
 
+class CallsCoreAI(nn.Module):
+    """A module that calls Core AI's ops, and registers them where it is unpickled."""
+
+    def __setstate__(self, state: Any) -> None:
+        coreai_layers()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+
 class _Rounded(nn.Module):
     """A weight that is computed in float32, in the dtype of the model."""
 
@@ -180,7 +190,7 @@ class _Rounded(nn.Module):
         return result
 
 
-class _SparseQuantized(nn.Module):
+class _SparseQuantized(CallsCoreAI):
     """Codes of the kept entries, spread by a mask, then dequantized; dropped entries have the code 0."""
 
     def __init__(self, operands: dict[str, Any], mask: torch.Tensor) -> None:
@@ -205,7 +215,7 @@ class _SparseQuantized(nn.Module):
         return result
 
 
-class _SparsePalettized(nn.Module):
+class _SparsePalettized(CallsCoreAI):
     """Values of the kept entries from one look-up table, spread by a mask."""
 
     def __init__(self, indices: torch.Tensor, lut: torch.Tensor, mask: torch.Tensor) -> None:
@@ -220,10 +230,25 @@ class _SparsePalettized(nn.Module):
         return result
 
 
-def _wrapped(layer: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+@functools.cache
+def _parametrization(layer: Any) -> type[nn.Module]:
+    """A layer of Core AI's as a parametrization that can be pickled.
+
+    coreai-torch makes a class inside a function, which pickle does not find by name. The layer's own class it does.
+    """
     utils = require("coreai_torch._compression.utils", "coreai", "Export to Core AI")
-    module: nn.Module = utils.wrap_for_parametrization(layer)(*args, **kwargs)
-    return module
+    made: Any = utils.wrap_for_parametrization(layer)
+    made.__reduce_ex__ = lambda module, _: (_empty_parametrization, (layer,), module.__getstate__())
+    return made  # type: ignore[no-any-return]
+
+
+def _empty_parametrization(layer: Any) -> nn.Module:
+    made = _parametrization(layer)
+    return made.__new__(made)
+
+
+def _wrapped(layer: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    return _parametrization(layer)(*args, **kwargs)
 
 
 def _quantized(tensor: QuantizedTensor, layers: Any) -> nn.Module:
