@@ -11,6 +11,7 @@ L = "nn.Linear(8, 8)"
 X = "torch.randn(2, 8)"
 IMAGE = "torch.randn(2, 4, 8, 8)"
 A4 = {"*": {"dtype": "int4"}}
+BLOCKS_OF_3 = {"*": {"dtype": "int4", "granularity": {"type": "per_block", "axis": 1, "block_size": 3}}}
 PER_CHANNEL = {"*": {"granularity": {"type": "per_channel", "axis": 1}}}
 BLOCK = {
     "c": "nn.Conv2d(4, 4, 3, padding=1)",
@@ -179,6 +180,23 @@ SAME = {
     ),
     "module state": case("s.m(s.l(x))", config=named(m={"module_state_spec": {"weight": {"dtype": "int4"}}}), l=L, m=L),
     "weight only": case("s.m(F.relu(s.l(x)))", config=everywhere(op_input_spec=None, op_output_spec=None), l=L, m=L),
+    "weight blocks that do not fit": case(
+        "s.m(F.relu(s.l(x)))",
+        "torch.randn(2, 6)",
+        everywhere(op_state_spec={"weight": BLOCKS_OF_3["*"]}),
+        l="nn.Linear(6, 8)",
+        m=L,
+    ),
+    "folded weight blocks that do not fit": case(
+        "s.d(F.relu(s.b(s.c(x))))", IMAGE, everywhere(op_state_spec={"weight": BLOCKS_OF_3["*"]}), **BLOCK
+    ),
+    "activation blocks that do not fit": case(
+        "(lambda y: (s.m(y), F.relu(s.m(y)) + y))(s.l(x))",
+        "torch.randn(2, 6)",
+        everywhere(op_input_spec=BLOCKS_OF_3, op_output_spec=BLOCKS_OF_3),
+        l="nn.Linear(6, 8)",
+        m=L,
+    ),
     "fp8": case(
         "s.m(F.relu(s.l(x)))",
         config=everywhere(

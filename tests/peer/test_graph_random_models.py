@@ -32,6 +32,12 @@ _SPECS: tuple[Any, ...] = (
     {"*": {"dtype": "uint8", "qscheme": "asymmetric"}},
     {"*": {"dtype": "float8_e4m3fn"}},
 )
+_STATES: tuple[Any, ...] = (
+    None,
+    {},
+    {"weight": {"dtype": "int4"}},
+    *({"weight": {"granularity": {"type": "per_block", "axis": 1, "block_size": size}}} for size in (3, 8, 16)),
+)  # weights of 8 and 16 inputs, of which blocks of 3 fit none
 
 
 def random_model(rng: random.Random) -> dict[str, Any]:
@@ -78,7 +84,8 @@ def random_config(rng: random.Random, modules: dict[str, str]) -> dict[str, Any]
 
 def random_part(rng: random.Random) -> dict[str, Any]:
     """Some of the op-level fields of a module config."""
-    return {name: rng.choice(_SPECS) for name in ("op_input_spec", "op_output_spec") if rng.random() < 0.5}
+    part = {name: rng.choice(_SPECS) for name in ("op_input_spec", "op_output_spec") if rng.random() < 0.5}
+    return part | ({"op_state_spec": rng.choice(_STATES)} if rng.random() < 0.5 else {})
 
 
 @requires_peer

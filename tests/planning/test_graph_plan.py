@@ -470,3 +470,13 @@ def test_equal_specs_on_both_sides_of_a_boundary_are_one_simulator() -> None:
     assert simulators(QuantizationSpec(dtype="int8")) == weights + 5
     # The weights' readers take their inputs' simulators from the boundary, and the outer layers keep their own.
     assert simulators(QuantizationSpec(dtype="uint8", qscheme="asymmetric")) == weights + 7
+
+
+def test_the_first_input_of_an_embedding_is_its_indices() -> None:
+    """aten puts the weight there; ``{0: ...}`` for a whole model speaks of what a layer is called with."""
+    model = nn.Sequential(nn.Embedding(5, 8), linear())
+    plan = plan_of(model, torch.tensor([[1, 2]]), config=globally(op_input_spec={0: QuantizationSpec()}))
+    assert not plan.problems
+    simulated = [row for row in plan if row.kind == "activation"]
+    assert [row.shape for row in simulated] == [(1, 2, 8), (1, 2, 8)]
+    assert rows(plan)["0.weight"].spec is not None

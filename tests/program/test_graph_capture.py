@@ -489,6 +489,26 @@ class TestSizesOfParts:
         with pytest.raises(ValueError, match="keep the model that was prepared: it is gone"):
             pickled(x[:4])
 
+    def test_a_branch_on_whether_there_is_one_row(self) -> None:
+        """torch.export asks nothing about 0 and 1: the model is asked in the first such call, where it is there."""
+        branching = Lambda(lambda s, x: s.l(x) if x.shape[0] > 1 else s.l(x) - 1, l=nn.Linear(4, 4))
+        plain = Lambda(lambda s, x: s.l(x).squeeze(), l=nn.Linear(4, 1))
+        varies, x = (({0: torch.export.Dim.AUTO},),), torch.randn(1, 4)
+        graph, _ = capture_graph(plain, (torch.randn(3, 4),), dynamic_shapes=varies)
+        assert torch.equal(graph(x), plain(x))
+        graph, _ = capture_graph(branching, (torch.randn(3, 4),), dynamic_shapes=varies)
+        for module in (graph, copy.deepcopy(graph)):
+            with pytest.raises(ValueError, match=r"args_0\.shape\[0\] = 1: .*without dynamic_shapes"):
+                module(x)
+        assert pickle.loads(pickle.dumps(graph))(x).shape == (1, 4)  # nobody knows
+
+    def test_what_differs_each_time_is_not_compared(self) -> None:
+        """A model with random numbers of its own is taken at its word for one row too."""
+        numbers = iter(range(100))
+        model = Lambda(lambda s, x: x * next(numbers))
+        graph, _ = capture_graph(model, (torch.randn(3, 4),), dynamic_shapes=(({0: torch.export.Dim.AUTO},),))
+        assert graph(torch.randn(1, 4)).shape == (1, 4)
+
     def test_what_zeros_do_not_tell(self) -> None:
         """Branches that agree for the numbers of one call do not for others; where none differ, nobody knows."""
         model = Lambda(lambda s, x: x * 2 if x.shape[0] % 2 else x * 3)
@@ -696,6 +716,31 @@ def test_a_model_that_keeps_results_is_left_without_those_of_the_capture():
     assert model.made is made
     assert torch.equal(copy.deepcopy(module)(x), model(x))
     assert list(model.by_length) == [2, 3]
+
+
+class Counting(nn.Module):
+    """Counts its calls in a tensor that is no buffer, and in one in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = torch.zeros(2)
+        self.kept = {"calls": torch.zeros(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls.sum() + self.kept["calls"].add_(1)
+
+
+def test_a_capture_is_no_call_for_tensors_in_attributes() -> None:
+    """torch.export runs what writes to them as it is."""
+    model, x = Counting(), torch.randn(2, 4)
+    calls, kept = model.calls, model.kept["calls"]
+    module, _ = capture_graph(model, (x,))
+    assert model.calls is calls
+    assert calls.tolist() == [0, 0]
+    assert kept.item() == 0
+    assert torch.equal(copy.deepcopy(module)(x), model(x))
 
 
 def test_a_buffer_that_is_made_in_the_first_call_is_no_write_to_an_input():

@@ -11,6 +11,8 @@ from torch import nn
 
 from bitwright.config.spec import CompressionSimulatorBase
 
+from .missing_names import add_known_names
+
 __all__ = ["load_prepared_state"]
 
 _MOST_NAMES = 5
@@ -38,6 +40,7 @@ def load_prepared_state(
         raise TypeError(
             f"state_dict must be what a prepared model's state_dict() returned, got {type(state_dict).__name__}."
         )
+    state_dict = _complete(model, state_dict)
     simulators = dict(_outermost_simulators(model))
     prefixes = tuple(f"{name}." for name in simulators)
     expected = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
@@ -62,6 +65,16 @@ def load_prepared_state(
             "was. " + "; ".join(problems)
         )
     model.load_state_dict(state_dict)
+
+
+def _complete(model: nn.Module, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a copy of a state, with the names that need not be there, and the versions that it was saved with."""
+    whole: Any = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        whole._metadata = state_dict._metadata
+    add_known_names(model, whole)
+    found: OrderedDict[str, Any] = whole
+    return found
 
 
 def _outermost_simulators(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -113,20 +113,15 @@ class PlanBuilder:
         shape = tuple(state.tensor.shape)
         dense = state.tensor.numel() * state.tensor.element_size()
         packed, group = bytes_under(stack, state.tensor), -1
+        spec = resolution.spec or decision.spec
+        placement = Placement(
+            spec, CompressionTargetTensor.WEIGHT, decision.rule, decision.module_path, state, note=note
+        )
         if resolution.spec is not None:
             packed = quantized_bytes(resolution.spec, shape, resolution.block_size, state.tensor.dtype)
             packed += masked_bytes(stack, state.tensor.numel(), resolution.spec)
-            group = self._place(
-                Placement(
-                    resolution.spec,
-                    CompressionTargetTensor.WEIGHT,
-                    decision.rule,
-                    decision.module_path,
-                    state,
-                    note=note,
-                )
-            )
-        self._note(resolution)
+            group = self._place(placement)
+        self._note(resolution, placement)
         dtype = str(state.tensor.dtype).removeprefix("torch.")
         self.plan.rows.append(
             PlanRow(
@@ -137,7 +132,7 @@ class PlanBuilder:
 
     def add_activation(self, placement: Placement, resolution: Resolution) -> None:
         """Add a row for each site of a simulator on activations."""
-        self._note(resolution)
+        self._note(resolution, placement)
         if resolution.spec is None:
             return
         placement.spec = resolution.spec
@@ -161,9 +156,11 @@ class PlanBuilder:
         self.plan.placements.append(placement)
         return len(self.plan.placements) - 1
 
-    def _note(self, resolution: Resolution) -> None:
+    def _note(self, resolution: Resolution, placement: Placement) -> None:
         if resolution.problem is not None:
             self.plan.problems.append(resolution.problem)
+        if resolution.unfit:
+            self.plan.unfit.append(placement)
 
 
 def _resolve(decision: StateDecision, stack: Sequence[nn.Module]) -> Resolution:

@@ -157,12 +157,15 @@ class Plan:
         rows: one per weight of a recognised op and one per activation that is simulated, in order of execution.
         problems: everything that could not be applied as written.
         placements: the simulators to insert.
+        unfit: simulators that the configuration asks for and that are left out, since the sizes of their tensors are no
+            multiples of the blocks.
     """
 
     mode: str
     rows: list[PlanRow]
     problems: list[Problem]
     placements: list[Placement]
+    unfit: list[Placement] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)

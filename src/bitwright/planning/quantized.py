@@ -26,12 +26,13 @@ __all__ = ["Resolution", "resolve_activation", "resolve_weight"]
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Outcome for one tensor: a spec that can be built, or none and why."""
+    """Outcome for one tensor: a spec that can be built, or none and why; ``unfit`` where blocks do not divide sizes."""
 
     spec: QuantizationSpec | None
     block_size: tuple[int, ...] = ()
     note: str = ""
     problem: Problem | None = None
+    unfit: bool = False
 
 
 def resolve_weight(spec: QuantizationSpec, state: StateTensor, rule: str, *, by_module: bool = False) -> Resolution:
@@ -126,7 +127,8 @@ def _with_blocks(
         block_size = spec.granularity.get_block_size(shape, target)
     except _BlockSizeMismatchError as error:
         message = f"Skipping quantization: {error} ({rule}). Choose a block size that divides it."
-        return Resolution(None, note="block size does not divide", problem=Problem("block-size", where, message))
+        problem = Problem("block-size", where, message)
+        return Resolution(None, note="block size does not divide", problem=problem, unfit=True)
     except ValueError as error:
         message = f"{error} (asked for by {rule}, tensor shape {shape})."
         return Resolution(None, problem=Problem("axis-range", where, message, Severity.ERROR))

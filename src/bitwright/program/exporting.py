@@ -28,6 +28,7 @@ from .failed_calls import failed_calls_forgotten
 from .input_shapes import each_input_named
 from .protect import preserved_state, without_fake_tensors
 from .python_sizes import python_on_sizes
+from .states import attribute_tensors_preserved
 
 __all__ = ["exported", "one_at_a_time"]
 
@@ -77,6 +78,7 @@ def _captured(
     """A program, and the names of buffers that the model registered for the first time."""
     capture = partial(_capture, model, tuple(args), dict(kwargs), options)
     with (
+        attribute_tensors_preserved(model),  # torch.export traces these as what they are
         without_fake_tensors(model),
         assignments_written(model),
         failed_calls_forgotten(),

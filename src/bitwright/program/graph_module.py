@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bitwright._utils.direct_calls import Caller, DirectlyCalled, caller, pass_through
 from bitwright._utils.forward_scope import ForwardScope
+from bitwright._utils.missing_names import add_known_names
 from bitwright.kernels.remade import forget_weight
 
 from .graph_record import GraphRecord, copy_graph
@@ -107,8 +108,9 @@ class TracedGraphModule(fx.GraphModule):
         small: Any = self._small_weights
         return small.quantized(self) if by is pass_through else {}
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         part_where_states_differ(self, state_dict, prefix)
+        add_known_names(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-__all__ = ["States", "contents", "refill", "states_preserved"]
+__all__ = ["States", "attribute_tensors_preserved", "contents", "refill", "states_preserved"]
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
@@ -41,6 +41,45 @@ def _reachable(values: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+_Copy = tuple[torch.Tensor, int, torch.Tensor]
+"""A tensor, its version, and a copy of it."""
+
+
+def _copies(values: Iterable[Any]) -> Iterator[_Copy]:
+    """Copy the tensors among some values but for parameters, and those that hold nothing yet."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        # those made in inference mode have no version and are not written to
+        if not (isinstance(value, nn.Parameter) or nn.parameter.is_lazy(value) or value.is_inference()):
+            yield value, value._version, value.detach().clone()
+
+
+def _rewrite(copies: Iterable[_Copy]) -> None:
+    """Give tensors that were written to the numbers of their copies."""
+    with torch.no_grad():
+        for tensor, version, content in copies:
+            if tensor.shape != content.shape:  # by ``buffer.data = ...``
+                tensor.data = content.clone()
+            elif tensor._version != version or _differs(tensor, content):
+                tensor.copy_(content)
+
+
+@contextmanager
+def attribute_tensors_preserved(model: nn.Module) -> Iterator[None]:
+    """Put the numbers of plain tensors in a model's attributes, and in containers there, back on exit.
+
+    Parameters and buffers are left as the block leaves them.
+    """
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    reached = _reachable(vars(module) for module in model.modules())
+    copies = list(_copies(value for value in reached if id(value) not in registered))
+    try:
+        yield
+    finally:
+        _rewrite(copies)
+
+
 class _Slots(NamedTuple):
     """The attributes or the buffers of one module."""
 
@@ -60,7 +99,7 @@ class _Kept(NamedTuple):
     slots: list[tuple[_Slots, dict[str, Any], frozenset[str] | None]]
     """With them the names that the module had registered, None of one that had yet to make its parameters."""
     containers: list[tuple[Any, Any]]
-    tensors: list[tuple[torch.Tensor, int, torch.Tensor]]
+    tensors: list[_Copy]
 
 
 class States:
@@ -92,13 +131,9 @@ class States:
     def copied(self) -> _Kept:
         """Return what is there now."""
         found = _Kept([(slots, slots.values(), _registered(slots.module)) for slots in self._slots], [], [])
-        for value in _reachable(value for _, values, _ in found.slots for value in values.values()):
-            if not isinstance(value, torch.Tensor):
-                if type(value) is not tuple:
-                    found.containers.append((value, value.copy()))
-            # those made in inference mode have no version and are not written to
-            elif not (isinstance(value, nn.Parameter) or nn.parameter.is_lazy(value) or value.is_inference()):
-                found.tensors.append((value, value._version, value.detach().clone()))
+        reached = _reachable(value for _, values, _ in found.slots for value in values.values())
+        found.containers.extend((value, value.copy()) for value in reached if type(value) in _CONTAINERS)
+        found.tensors.extend(_copies(reached))
         return found
 
     def put_back(self, kept: _Kept, but: Collection[int] = ()) -> None:
@@ -122,14 +157,7 @@ class States:
         for container, content in kept.containers:
             if id(container) not in left:
                 refill(container, content)
-        with torch.no_grad():
-            for tensor, version, content in kept.tensors:
-                if id(tensor) in left:
-                    continue
-                if tensor.shape != content.shape:  # by ``buffer.data = ...``
-                    tensor.data = content.clone()
-                elif tensor._version != version or _differs(tensor, content):
-                    tensor.copy_(content)
+        _rewrite(copy for copy in kept.tensors if id(copy[0]) not in left)
 
 
 @contextmanager

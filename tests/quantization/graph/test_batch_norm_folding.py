@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bitwright.artifact import Artifact, ArtifactError
+from bitwright.inspection import bits_per_weight
 from bitwright.kernels import channel_scales
 from bitwright.quantization import Quantizer, QuantizerConfig
 from bitwright.quantization._graph import batch_norm
@@ -205,6 +206,37 @@ def test_a_pair_called_twice() -> None:
     assert torch.equal(prepared.eval()(INPUTS[2]), finalized(INPUTS[2]))
     assert len([s for s in simulators(finalized) if s.tensor_fqn == "c.weight"]) == 1
     assert [name for name in finalized.state_dict() if "weight" in name] == ["c.weight"]
+
+
+class Named(nn.Module):
+    """A convolution and its batch norm, which have two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.layers = nn.ModuleList([self.conv, self.norm])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+def test_a_pair_with_two_names_is_folded_under_both() -> None:
+    """Nothing of what was folded is left, neither in the state, nor in an artifact, nor in the count of bits."""
+    torch.manual_seed(0)
+    model = with_statistics(Named()).eval()
+    quantizer = Quantizer(model, W8)
+    prepared = calibrated(quantizer, (INPUTS[2],))
+    finalized: Any = quantizer.finalize(backend="_torch")
+    expected = finalized(INPUTS[2])
+    names = {f"{path}.{tensor}" for path in ("conv", "layers.0") for tensor in ("weight", "bias")}
+    assert {name for name in finalized.state_dict() if "simulator" not in name and "process" not in name} == names
+    assert finalized.conv.weight is getattr(finalized.layers, "0").weight
+    count = bits_per_weight(prepared)
+    assert count.total_weights == model.conv.weight.numel() + model.conv.bias.numel()
+    artifact = Artifact.from_model(prepared)
+    for load in (artifact.load_into, artifact.packed_model):
+        torch.testing.assert_close(load(copy.deepcopy(model)).eval()(INPUTS[2]), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_one_weight_with_two_batch_norms_and_without() -> None:

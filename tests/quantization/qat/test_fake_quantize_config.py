@@ -407,3 +407,12 @@ def test_specs_quantize_a_model():
         IntxFakeQuantizer(activation.to_torchao())(x), IntxFakeQuantizer(weight.to_torchao())(w), b
     )
     assert torch.equal(prepared(x), expected)
+
+
+def test_groups_that_do_not_fit_are_told(caplog):
+    """The tensor passes through; torchao ends in an assertion without a text."""
+    config, x = FakeQuantizeConfig(torch.int4, group_size=48), tensor()
+    assert torch.equal(config.build()(x), x)
+    assert "dimension 1 of a tensor of shape (8, 64) is not divisible by block size 48" in caplog.text
+    with pytest.raises(AssertionError):
+        IntxFakeQuantizer(config.to_torchao())(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -86,13 +87,15 @@ class _Folder:
         self.module = module
         self.graph = module.graph
         self.names: dict[tuple[Any, ...], str] = {}
+        self.targets: set[str] = set()
 
     def run(self) -> None:
         if FOLDS not in self.module._modules:
             return
         nodes = [node for node in self.graph.nodes if node.op == "call_module" and str(node.target).startswith(FOLDS)]
         folds = {node: self.module.get_submodule(str(node.target)) for node in nodes}
-        read = {str(source.target) for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
+        sources = (source for node in nodes for source in node.all_input_nodes if source.op == "get_attr")
+        read = {id(_state(self.module, str(source.target))) for source in sources}
         constants = {
             node: fold(*(self._value(argument) for argument in node.args))
             for node, fold in folds.items()
@@ -103,6 +106,7 @@ class _Folder:
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
         self._take_out_of_simulators()
+        self.targets = {fold.target for fold in folds.values() if isinstance(fold, WeightFold | BiasFold)}
         for node, constant in constants.items():
             self._replace(node, folds[node], constant)
         del self.module._modules[FOLDS]
@@ -132,6 +136,8 @@ class _Folder:
     def _store(self, target: str, constant: torch.Tensor, raw: str) -> str:
         """Keep a folded tensor under the layer's own name, or beside it if something else stands or is read there.
 
+        A layer with several names has it under each of them.
+
         Args:
             target: the layer's own name.
             constant: the folded tensor.
@@ -141,10 +147,17 @@ class _Folder:
         while name in self.names.values() or not (self._is_free(name) or (name == raw and not self._is_shared(raw))):
             number += 1
             name = f"{target}_folded_{number}"
-        path, _, attribute = name.rpartition(".")
-        container = self.module.get_submodule(path)
-        container._parameters[attribute] = nn.Parameter(constant.detach(), requires_grad=False)
+        folded = nn.Parameter(constant.detach(), requires_grad=False)
+        for one in [name, *(self._further_names(raw) if name == raw else ())]:
+            path, _, attribute = one.rpartition(".")
+            self.module.get_submodule(path)._parameters[attribute] = folded
         return name
+
+    def _further_names(self, raw: str) -> list[str]:
+        """Return the other names of a parameter, but for those of other layers that share it and are folded too."""
+        tensor = _state(self.module, raw)
+        named = self.module.named_parameters(remove_duplicate=False)
+        return [name for name, other in named if other is tensor and name != raw and name not in self.targets]
 
     def _is_free(self, name: str) -> bool:
         path, _, attribute = name.rpartition(".")
@@ -173,17 +186,20 @@ class _Folder:
             return simulated
         return _state(self.module, str(argument.target))
 
-    def _drop_unread(self, read: set[str]) -> None:
-        """Remove what only the folds read, and nodes that nobody reads any more."""
+    def _drop_unread(self, read: Collection[int]) -> None:
+        """Remove nodes that nobody reads any more, and, under all of its names, what only the folds read.
+
+        Args:
+            read: by ``id`` the tensors that the folds read.
+        """
         for node in reversed(list(self.graph.nodes)):
             if not node.users and (node.op == "get_attr" or _calls_simulator(self.module, node)):
                 self.graph.erase_node(node)
-        still = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        for name in read - still:
-            path, _, attribute = name.rpartition(".")
-            container = self.module.get_submodule(path)
-            container._parameters.pop(attribute, None)
-            container._buffers.pop(attribute, None)
+        still = {id(_state(self.module, str(node.target))) for node in self.graph.find_nodes(op="get_attr")}
+        for container in _outside_simulators(self.module):
+            for tensors in (container._parameters, container._buffers):
+                for name in [name for name, tensor in tensors.items() if id(tensor) in read and id(tensor) not in still]:
+                    del tensors[name]
 
 
 def _calls_simulator(module: nn.Module, node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ STACK_PREFIX = "weight_simulator_"
 
 _OWN_PACKAGE = "bitwright."
 
-# Keys of what stands on a node: its weight's simulator, its output's; a reader's has the simulator's id.
+# Keys of what stands on a node: its weight's simulator, its output's; a reader's has the placement's id.
 _WEIGHT, _OUTPUT = 0, -1
 
 
@@ -39,7 +39,8 @@ class GraphInsertion:
 
     Names are those of PT2E: ``activation_post_process_<n>``, counted over the places where simulators stand, for each
     op first in front of its inputs, then behind its output. A simulator that stands at several places has several
-    names.
+    names. One that is left out because its blocks do not fit leaves its numbers unused, as in coreai-opt, which inserts
+    it first: the state of a model that was calibrated there finds its places.
 
     Attributes:
         simulators: by name, with the placement that each came from.
@@ -66,10 +67,14 @@ class GraphInsertion:
     _placed: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     _stacked: set[str] = field(default_factory=set)
     _names: dict[nn.Module, str] = field(default_factory=dict)
+    _unfit: set[int] = field(default_factory=set)
+    _numbered: int = 0
 
     def run(self, attention_dropout: Mapping[str, float]) -> None:
         """Insert everything that is planned; see ``install_mode_ops`` for the argument."""
-        for placement in self.decisions.plan.placements:
+        plan = self.decisions.plan
+        self._unfit = set(map(id, plan.unfit))
+        for placement in (*plan.placements, *plan.unfit):
             if placement.state is not None:
                 self._states[id(placement.state)] = placement
             for site in placement.sites:
@@ -129,15 +134,13 @@ class GraphInsertion:
         fold = self._folds.get(op.handle)
         if fold is not None and argument.name == "weight":
             if (fold.weight, _WEIGHT) not in self._placed:
-                simulator = self._build(placement, fold.variant)
-                self._placed[fold.weight, _WEIGHT] = self._stand(simulator, placement, fold.weight, op.handle)
+                self._placed[fold.weight, _WEIGHT] = self._stand(placement, fold.weight, op.handle, None, fold.variant)
             return
         source = self._nodes[argument.value.name]
         readers = [user for user in source.users if user not in self._folded]
         if (source, _WEIGHT) not in self._placed and readers:
             # Right in front of its first reader, so that not all quantized weights of a model are alive at once.
-            simulator = self._build(placement, ())
-            self._placed[source, _WEIGHT] = self._stand(simulator, placement, source, min(readers), readers)
+            self._placed[source, _WEIGHT] = self._stand(placement, source, min(readers), readers)
 
     def _insert_stack(self, value: Value, state: StateTensor) -> None:
         """Put the simulators that the model had on a weight before into the graph, in front of its first reader."""
@@ -159,16 +162,15 @@ class GraphInsertion:
     def _insert_reader(self, op: Op, argument: Argument) -> None:
         node = self._nodes[op.name]
         placement = self._readers[id(argument)]
-        simulator = self._build(placement, ())
         source = self._current(argument.value)
         if source is None or source not in node.all_input_nodes:  # done for an earlier argument with the same tensor
             return
-        key = (source, id(simulator))
+        key = (source, id(placement))
         at_once = writes_to(op, argument) or id(argument.value) in self._changing
         standing = None if at_once else self._placed.get(key)
         if standing is None:
             before = node if at_once or argument.value in self._written else self._behind(source)
-            standing = self._stand(simulator, placement, source, before, [node])
+            standing = self._stand(placement, source, before, [node])
             if not at_once:
                 self._placed[key] = standing
         else:
@@ -183,15 +185,7 @@ class GraphInsertion:
 
     def _insert_output(self, value: Value, placement: Placement) -> None:
         source = self._nodes[value.name]
-        simulator = self._build(placement, ())
-        readers = list(source.users)
-        name = self._register(simulator, placement)
-        with self.module.graph.inserting_after(source):
-            node = self.module.graph.create_node("call_module", name, (source,), name=name)
-        _describe(node, source)
-        for reader in readers:
-            reader.replace_input_with(source, node)
-        self._placed[source, _OUTPUT] = node
+        self._placed[source, _OUTPUT] = self._stand(placement, source, source.next, list(source.users))
 
     def _current(self, value: Value) -> fx.Node | None:
         """Return the node that readers of ``value`` read now."""
@@ -227,22 +221,25 @@ class GraphInsertion:
         assert isinstance(twin, FakeQuantizeImplBase)
         return twin
 
-    def _register(self, simulator: FakeQuantizeImplBase, placement: Placement) -> str:
-        name = f"{SIMULATOR_PREFIX}{len(self.simulators)}"
-        self.module._modules[name] = simulator
-        self.simulators[name] = (simulator, placement)
-        return name
-
     def _stand(
         self,
-        simulator: FakeQuantizeImplBase,
         placement: Placement,
         source: fx.Node,
         before: fx.Node,
         readers: list[fx.Node] | None = None,
+        variant: tuple[str, ...] = (),
     ) -> fx.Node:
-        """Put a simulator on what ``readers`` (all if None) read of ``source``, in front of ``before``."""
-        name = self._register(simulator, placement)
+        """Put a simulator on what ``readers`` (all if None) read of ``source``, in front of ``before``.
+
+        Returns the node that they read then: ``source`` itself for a simulator whose blocks do not fit.
+        """
+        name = f"{SIMULATOR_PREFIX}{self._numbered}"
+        self._numbered += 1
+        if id(placement) in self._unfit:
+            return source
+        simulator = self._build(placement, variant)
+        self.module._modules[name] = simulator
+        self.simulators[name] = (simulator, placement)
         readers = list(source.users) if readers is None else readers
         with self.module.graph.inserting_before(before):
             node = self.module.graph.create_node("call_module", name, (source,), name=name)

@@ -85,6 +85,9 @@ class FakeQuantizeConfigBase:
     def build(self, target: CompressionTargetTensor | str | None = None) -> FakeQuantizeImplBase:
         """Return a simulator that fake-quantizes as torchao's quantizer for this config does.
 
+        A tensor whose size is no multiple of the group size, which torchao fails on with an ``AssertionError``, passes
+        through in float, and a warning in the log says so.
+
         Args:
             target: ``"weight"`` or ``"activation"``; None for what ``target()`` says.
         """
