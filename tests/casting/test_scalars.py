@@ -275,3 +275,47 @@ def test_a_factor_below_the_normal_numbers_keeps_its_digits(name: str, decompose
     function, x = SMALL_FACTORS[name], torch.full((1, 4, 4), 6e4)
     program = cast_fp32_to_fp16(export(Wrapped(function), x, decompose=decompose))
     assert torch.allclose(run(program, x.half())[0].float(), function(x.half().float()), rtol=2e-3)
+
+
+@pytest.mark.parametrize(("decompose", "seen"), [(False, False), (True, True)])
+def test_bounds_of_masks_beyond_the_format_leave_comparisons_as_they_were(decompose: bool, seen: bool) -> None:
+    """-1e30 bounds what the lowest number of float16 stands for, too; beside numbers of float32 nothing is settled."""
+
+    def tests(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        bounded, upper = mask.clamp(min=-1e30), (-mask).clamp_max(1e30)
+        truths = [bounded > -1e29, bounded[:, None] <= -1e29, bounded > -1e30, bounded <= -1e30, bounded >= -1e30]
+        truths += [bounded < -1e30, bounded == -1e30, bounded != torch.tensor(-1e30), bounded > -2e30]
+        truths += [upper < 1e29, upper >= 1e30, upper == 1e30, F.hardtanh(mask, -1e30, 1e30) > -1e29]
+        truths += [torch.maximum(mask, torch.tensor(-1e30)) > -1e29, mask.masked_fill(x > 1, -1e9) > -1e8]
+        truths += [torch.where(x > 1, torch.exp(60 * x), 0.0) > 1e10, torch.exp(20 * x).clamp(max=1e9) < 1e8]
+        return [torch.where(truth, 1.0, x) for truth in truths]
+
+    x, mask = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([LOWEST, 0.0, -math.inf])
+    program = export(Wrapped(tests), x, mask, decompose=decompose)
+    expected = run(program, x, mask)
+    cast_fp32_to_fp16(program, ATEN.exp, example_inputs=(x, mask) if seen else None)
+    inputs = (x.half(), mask.clamp_min(torch.finfo(torch.float16).min).half())
+    check_metadata(program, *inputs)
+    assert [r.tolist() for r in run(program, *inputs)] == [r.tolist() for r in expected]
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x, hidden: x.masked_fill(hidden, -1e9),
+        lambda x, hidden: torch.where(hidden, -1e9, x),
+        lambda x, hidden: x + hidden.float() * -1e9,
+        lambda x, hidden: x + x.masked_fill(hidden, -math.inf).clamp(min=-1e30, max=0.0),
+        lambda x, hidden: torch.nan_to_num(x.masked_fill(hidden, -math.inf), neginf=-1e9),
+    ],
+    ids=["masked_fill", "where", "product", "clamp", "nan_to_num"],
+)
+def test_rows_that_are_masked_whole_are_no_nan(mask: Callable[..., torch.Tensor], decompose: bool) -> None:
+    """A mask number beyond the format stays finite, so that the softmax of such a row is even."""
+    x, hidden = torch.tensor([[0.5, 0.25, 2.0]] * 2), torch.tensor([[False, True, False], [True, True, True]])
+    program = export(Wrapped(lambda x, hidden: torch.softmax(mask(x, hidden), -1)), x, hidden, decompose=decompose)
+    expected = run(program, x, hidden)[0]
+    cast_fp32_to_fp16(program)
+    check_metadata(program, x.half(), hidden)
+    assert torch.allclose(run(program, x.half(), hidden)[0].float(), expected, atol=2e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -239,13 +240,16 @@ def dkm_by_hand(
 
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_dkm_is_its_fixed_point(iterations):
-    """Equations 1 and 2 of arXiv 2108.12659, with τ in units of the variance; the palette goes on from the last one."""
+    """Equations 1 and 2 of arXiv 2108.12659, with τ in units of the variance; the next weight goes on from there."""
     palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1, "iterations": iterations})
     weight = model[0].parametrizations.weight.original.detach()
     start = simulators(model)[0].centroids.clone()
     with palettizer.training_mode():
         soft = model[0].weight
         assert torch.allclose(soft.double(), dkm_by_hand(weight, start, 0.1, iterations), atol=1e-5)
+        assert torch.equal(model[0].weight, soft)
+        with torch.no_grad():
+            model[0].parametrizations.weight.original[0, 0] += 1e-7
         twice = dkm_by_hand(weight, start, 0.1, 2 * iterations)
         assert torch.allclose(model[0].weight.double(), twice, atol=1e-5)
 
@@ -355,7 +359,7 @@ def test_dkm_weighs_by_sensitivities(scale):
     palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1})
     sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
     sim.sensitivities = scale * torch.rand(8, 16) ** 4
-    _ = model[0].weight
+    _ = model.eval()[0].weight
     start = sim.centroids.clone()
     with palettizer.training_mode():
         soft = model[0].weight
@@ -369,7 +373,7 @@ def test_dkm_weighs_each_entry_of_a_vector():
     palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1, "iterations": 1}, cluster_dim=2)
     sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
     sim.sensitivities = torch.rand(8, 16) ** 4
-    _ = model[0].weight
+    _ = model.eval()[0].weight
     start = sim.centroids[0].double()
     with palettizer.training_mode():
         _ = model[0].weight
@@ -386,7 +390,7 @@ def test_dkm_of_a_group_without_importance_counts_all_alike():
     palettizer, model = toy(strategy={"type": "dkm", "temperature": 0.1}, **spec)
     sim, weight = simulators(model)[0], model[0].parametrizations.weight.original.detach()
     sim.sensitivities = torch.cat((torch.zeros(4, 16), torch.rand(4, 16)))
-    _ = model[0].weight
+    _ = model.eval()[0].weight
     start = sim.centroids.clone()
     with palettizer.training_mode():
         soft = model[0].weight
@@ -592,6 +596,23 @@ def test_gradient_checkpointing_changes_nothing(strategy, reentrant):
             states.append({**model.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}})
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_between_two_steps_start_from_one_palette(reentrant):
+    """Two views of a batch, or a forward without gradients, before the backward that repeats the first one."""
+    gradients = []
+    for checkpointed in (False, True):
+        palettizer, model = toy(strategy={"type": "dkm"})
+        x, other = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_(), torch.ones(4, 16).requires_grad_()
+        run = partial(checkpoint, model, use_reentrant=reentrant) if checkpointed else model
+        with palettizer.training_mode():
+            loss = run(x).square().mean() + run(other).sin().mean()
+            with torch.no_grad():
+                model(other)
+            loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(plain, repeated) for plain, repeated in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

@@ -154,6 +154,18 @@ def test_weights_that_are_not_finite_stop_everything():
     assert not KMeansPalettizer._is_model_prepared(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quantized_palettes_beyond_float32_name_the_weight_and_the_remedy(dtype):
+    """The largest entry, rounded away from zero, is infinite: in float64, too, scales are of float32."""
+    model = nn.Sequential(nn.Linear(4, 1)).to(dtype)
+    largest = torch.finfo(torch.float32).max
+    model[0].weight.data = torch.tensor([[-largest, largest, -largest, largest]], dtype=dtype)
+    table = QuantizationSpec(dtype="int8")
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*reach 3\.403e\+38 overflow.*Scale.*lut_qspec"):
+        palettized(model, (torch.ones(1, 4, dtype=dtype),), n_bits=1, lut_qspec=table)
+    assert not is_parametrized(model[0])
+
+
 def test_a_constant_weight_is_exact_and_a_named_warning():
     """One entry of the palette is all it takes."""
     model = nn.Sequential(nn.Linear(4, 4))

@@ -55,7 +55,8 @@ def cast_fp32_to_fp16(
       does not subtract from one.
 
     Results of such nodes are narrowed again where 16-bit consumers read them. Infinities stay infinities; finite
-    values from 1e38 on stand for infinity in masks and become the largest finite number; a scalar that is not zero
+    values from 1e38 on stand for infinity in masks and become the largest finite number, and so do the results of
+    operators that multiply by, or bound with, a number beyond the 16-bit range; a scalar that is not zero
     does not become zero, a bound or an offset near one does not become one, and comparisons with a scalar answer as
     with its exact value: for a constant as they did for its float32 values, for other tensors as if the largest finite
     number of the 16-bit format stood for infinity. Graphs called by ``cond``, ``while_loop``, ``scan`` and the like are

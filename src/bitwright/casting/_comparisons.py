@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -19,9 +19,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._arguments import written_in_place
+from ._arguments import bound_arguments, written_in_place
 from ._cleanup import CAST_OPS, dtype_of
-from ._numbers import STANDS_FOR_INFINITY, largest, narrow_bounds, narrow_tensor, narrow_threshold
+from ._numbers import STANDS_FOR_INFINITY, is_beyond, largest, narrow_bounds, narrow_tensor, narrow_threshold
 from ._operators import FILLED, MOVES, attribute_of, bounds_results, op_name, scalars
 from ._program import static_inputs
 from ._reachable import reachable
@@ -36,6 +36,13 @@ _ORDERS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 _MIRRORED: Final = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 #: Of these the threshold itself is on the upper side.
 _ABOVE: Final = frozenset({"lt", "ge"})
+#: What equality with a bound asks, by the sign of the bound: whether a value lies at its end.
+_EQUALITIES: Final = {"eq": ("le", "ge"), "ne": ("gt", "lt")}
+_BOUNDS: Final = frozenset(
+    {"clamp", "clamp_max", "clamp_min", "clip", "hardtanh", "maximum", "minimum", "fmax", "fmin"}
+)
+#: Operators that hand on values of their arguments, or numbers in their place.
+_HANDING_ON: Final = frozenset({*MOVES, *_BOUNDS, "cat", "masked_fill", "nan_to_num", "stack", "where"})
 _LEAST_MASK_NUMBER: Final = float(torch.tensor(STANDS_FOR_INFINITY, dtype=torch.float32))
 
 
@@ -49,6 +56,8 @@ class Comparison:
         order: name of the operator with the tensor on its left: ``lt``, ``le``, ``gt`` or ``ge``.
         threshold: the number.
         held: the tensor that holds the number, all over; None when the operator is given a Python number.
+        low: no value is smaller.
+        high: no value is larger.
     """
 
     node: Node
@@ -56,6 +65,15 @@ class Comparison:
     order: str
     threshold: float
     held: Node | None = None
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Tell whether the answer is the same for all values between the bounds."""
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64)
+        at_low, at_high = self.answers(ends, _in_float32(self.threshold)).tolist()
+        return bool(at_low == at_high)
 
     @property
     def source(self) -> Node:
@@ -64,6 +82,17 @@ class Comparison:
         while source.op == "call_function" and op_name(source) in MOVES and isinstance(source.args[0], Node):
             source = source.args[0]
         return source
+
+    def origins(self, stops: Callable[[Node], bool]) -> set[Node]:
+        """Return where the values come from, seen through operators that hand them on, up to nodes that ``stops``."""
+
+        def givers(node: Node) -> list[Node]:
+            hands_on = node.op == "call_function" and (op_name(node) in _HANDING_ON or node.target in CAST_OPS)
+            if stops(node) or not hands_on:
+                return []
+            return [source for source in node.all_input_nodes if getattr(dtype_of(source), "is_floating_point", False)]
+
+        return {node for node in reachable([self.compared], givers) if not givers(node)}
 
     def answers(self, values: torch.Tensor, threshold: float) -> torch.Tensor:
         """Order ``values`` by ``threshold``."""
@@ -88,16 +117,53 @@ def comparison_of(node: Node, constants: Mapping[Node, torch.Tensor]) -> Compari
         constants: tensors of which a number is read, by node.
     """
     if not is_comparison(node):
-        return None
+        return _equality_of(node, constants)
     left, right = node.args
     if isinstance(left, Node) and isinstance(right, int | float) and not isinstance(right, bool):
-        return Comparison(node, left, op_name(node), float(right))
+        return Comparison(node, left, op_name(node), float(right), None, *_bounds_of(left, constants))
     for compared, held, order in ((left, right, op_name(node)), (right, left, _MIRRORED[op_name(node)])):
         if isinstance(compared, Node) and isinstance(held, Node) and _is_like_a_number(held, compared):
             number = _number_in(held, constants)
             if number is not None:
-                return Comparison(node, compared, order, number, held)
+                return Comparison(node, compared, order, number, held, *_bounds_of(compared, constants))
     return None
+
+
+def _equality_of(node: Node, constants: Mapping[Node, torch.Tensor]) -> Comparison | None:
+    """Return what an equality with a bound asks that a 16-bit format may not hold; None for other operators."""
+    orders = _EQUALITIES.get(op_name(node)) if isinstance(node.target, OpOverload) else None
+    compared, other = node.args if orders is not None and len(node.args) == 2 else (None, None)
+    number = _number_given(other, constants)
+    if orders is None or not isinstance(compared, Node) or number is None or not is_beyond(number, torch.float16):
+        return None
+    bounds = _bounds_of(compared, constants)
+    held = other if isinstance(other, Node) else None
+    return Comparison(node, compared, orders[number > 0], number, held, *bounds) if number in bounds else None
+
+
+def _number_given(argument: Any, constants: Mapping[Node, torch.Tensor]) -> float | None:
+    """Return the float32 number that an argument is, or is filled with; None when there is none."""
+    if isinstance(argument, Node):
+        return _number_in(argument, constants)
+    is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
+    return _in_float32(argument) if is_number else None
+
+
+def _bounds_of(node: Node, constants: Mapping[Node, torch.Tensor]) -> tuple[float, float]:
+    """Return the numbers between which an operator has put its values, moved or not; infinities when it has not."""
+    while node.op == "call_function" and op_name(node) in MOVES and isinstance(node.args[0], Node):
+        node = node.args[0]
+    low, high = -math.inf, math.inf
+    name = op_name(node) if node.op == "call_function" else ""
+    for argument, value in bound_arguments(node) if name in _BOUNDS else ():
+        number = _number_given(value, constants)
+        if number is None or math.isnan(number):
+            continue
+        if argument.name.startswith("min") or name in ("maximum", "fmax"):
+            low = max(low, number)
+        elif argument.name.startswith("max") or name in ("minimum", "fmin"):
+            high = min(high, number)
+    return min(low, high), high
 
 
 def _is_like_a_number(held: Node, compared: Node) -> bool:

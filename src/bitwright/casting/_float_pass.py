@@ -49,7 +49,7 @@ class _GraphRewriter:
         self._plan = plan
         self._inference = inference
         self._inserted: set[Node] = set()
-        self._retyper = Retyper(module.graph, self._inserted)
+        self._retyper = Retyper(module.graph, self._inserted, plan.saturated)
         self._done: set[int] = set()
 
     def run(self, output_dtypes: list[torch.dtype | None]) -> None:

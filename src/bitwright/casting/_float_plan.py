@@ -34,12 +34,14 @@ from ._numbers import fits_tensor, holds_mask_numbers, is_beyond, largest, loses
 from ._operators import (
     attribute_of,
     called_graphs,
+    exceeds,
     is_creation,
     is_graph_call,
     keeps_magnitude,
     lacks_16_bit_kernel,
     loop_end_sources,
     op_name,
+    places_numbers,
     promoted_integers,
     reinterprets_bits,
     unsuitable_scalar,
@@ -61,6 +63,9 @@ class FloatPlan:
         stay: placeholders whose tensors stay float32 although ``dtype`` could hold them.
         comparisons: orderings by a number.
         thresholds: numbers with which they answer for values of ``dtype`` as they did in float32.
+        given: nodes that are made of numbers, or stored with the program and not trained.
+        saturated: kept nodes that a number beyond ``dtype`` may take there. It is one that masks or bounds, most often,
+            so that 16-bit consumers get the largest finite number in place of an infinity.
     """
 
     dtype: torch.dtype
@@ -69,14 +74,25 @@ class FloatPlan:
     stay: set[Node] = dataclasses.field(default_factory=set)
     comparisons: dict[Node, Comparison] = dataclasses.field(default_factory=dict)
     thresholds: dict[Node, float] = dataclasses.field(default_factory=dict)
+    given: set[Node] = dataclasses.field(default_factory=set)
+    saturated: set[Node] = dataclasses.field(default_factory=set)
 
     def native_float32(self, node: Node) -> bool:
         """Tell whether the value of ``node`` is computed or stored in float32."""
         return node in self.kept or node in self.wide or node in self.stay
 
     def compares_exactly(self, comparison: Comparison) -> bool:
-        """Tell whether what is compared has never been 16-bit."""
-        return self.native_float32(comparison.compared) and self.native_float32(comparison.source)
+        """Tell whether what is compared has never been 16-bit, or is bounded so that it makes no difference.
+
+        A number that was put beside values of 16 bits does not make these exact; numbers computed in float32 do.
+        """
+        if not (self.native_float32(comparison.compared) and self.native_float32(comparison.source)):
+            return False
+        if comparison.is_settled:
+            return True
+        origins = comparison.origins(lambda node: not self.native_float32(node))
+        exact = {node for node in origins if self.native_float32(node)}
+        return exact == origins or not exact <= self.given
 
 
 class FloatPlanner:
@@ -154,6 +170,11 @@ class FloatPlanner:
         """Find the thresholds of comparisons; return constants, by identity, that are only compared and lack one."""
         constants = constants_of(program)
         self._plan.comparisons = comparisons_of(program, constants)
+        parameters = {node for node, spec, _ in static_inputs(program) if spec.kind == InputKind.PARAMETER}
+        self._plan.given = {*constants} - parameters
+        for module in program.graph_module.modules():
+            if isinstance(module, GraphModule):
+                self._plan.given |= {node for node in module.graph.nodes if is_creation(node)}
         verdicts: dict[int, str] = {}
         for node, comparison in self._plan.comparisons.items():
             if dtype_of(comparison.compared) != torch.float32:
@@ -205,13 +226,15 @@ class FloatPlanner:
             self._plan.wide[node] = reason
         integers = self._integer_overflow(node)
         overflow = self._overflow(node) or (integers if node.target in CAST_OPS else None) or self._moved_width(node)
-        if overflow is None and is_creation(node):
+        if overflow is None and places_numbers(node):
             overflow = unsuitable_scalar(node, self._plan.dtype)
         if overflow is not None:
             self._plan.wide[node] = overflow
         reason = reason or overflow or integers
         if reason is not None:
             self._plan.kept[node] = reason
+            if overflow is None and exceeds(node, self._plan.dtype):
+                self._plan.saturated.add(node)
 
     def _plan_item(self, node: Node) -> None:
         container = node.all_input_nodes[0]

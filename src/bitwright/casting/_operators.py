@@ -54,7 +54,8 @@ _CALLING_OPS: Final = frozenset(
 )
 
 #: Products and quotients: a factor among the subnormal numbers loses digits that the result needs.
-_PRODUCT_NAMES: Final = frozenset({"mul", "div", "true_divide", "multiply", "divide"})
+_QUOTIENT_NAMES: Final = frozenset({"div", "true_divide", "divide"})
+_PRODUCT_NAMES: Final = frozenset({"mul", "multiply", *_QUOTIENT_NAMES})
 
 #: Arguments that are factors, of any operator and of some.
 _FACTOR_ARGUMENTS: Final = frozenset({"alpha", "beta", "negative_slope"})
@@ -73,6 +74,11 @@ _BOUNDING_NAMES: Final = frozenset(
     {"clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_", "clip", "clip_", "hardtanh", "hardtanh_"}
     | {"threshold", "threshold_", "maximum", "minimum", "fmax", "fmin", "where", "masked_fill", "masked_fill_"}
     | {"add", "add_", "sub", "sub_", "subtract", "rsub"}
+)
+
+#: Operators that put a number, as it is, beside other values.
+_PLACING_NAMES: Final = frozenset(
+    {"constant_pad_nd", "fill", "index_fill", "masked_fill", "nan_to_num", "pad", "scatter", "threshold", "where"}
 )
 
 #: Operators beyond the pointwise ones that turn integer operands into floats.
@@ -135,6 +141,17 @@ def promoted_integers(node: Node) -> list[Node]:
 def is_creation(node: Node) -> bool:
     """Tell whether the operator makes a tensor out of sizes and scalars."""
     return isinstance(node.target, OpOverload) and op_name(node) in _CREATION_NAMES
+
+
+def places_numbers(node: Node) -> bool:
+    """Tell whether the numbers that the operator is given are values of its result."""
+    return is_creation(node) or (isinstance(node.target, OpOverload) and op_name(node) in _PLACING_NAMES)
+
+
+def exceeds(node: Node, dtype: torch.dtype) -> bool:
+    """Tell whether the operator computes with a number beyond ``dtype`` that may take its result there, too."""
+    divides = op_name(node).removesuffix("_") in _QUOTIENT_NAMES
+    return not divides and any(not fits_scalar(value, dtype) for _, value in scalars(node))
 
 
 def reinterprets_bits(node: Node) -> bool:

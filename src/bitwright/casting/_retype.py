@@ -10,7 +10,7 @@ A cast belongs to the module of its reader, so that what a submodule returns doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ._arguments import written_in_place
 from ._cleanup import dtype_of
+from ._numbers import largest
 
 _KEPT_META = ("stack_trace", "nn_module_stack")
 _STALE_META = ("tensor_meta", "example_value", "original_dtype")
@@ -33,10 +34,12 @@ class Retyper:
     Args:
         graph: graph whose nodes carry ``meta["val"]``; changed in place.
         inserted: set that collects the casts made here.
+        saturated: nodes whose casts get the largest finite number of their dtype in place of larger ones.
     """
 
-    def __init__(self, graph: Graph, inserted: set[Node]) -> None:
+    def __init__(self, graph: Graph, inserted: set[Node], saturated: Container[Node] = ()) -> None:
         self._graph = graph
+        self._saturated = saturated
         self._inserted = inserted
         self._original = {node: dtype_of(node) for node in graph.nodes}
         self._written = written_in_place(graph)
@@ -79,8 +82,13 @@ class Retyper:
         self.feed(node, self.original)
 
     def _insert_cast(self, node: Node, dtype: torch.dtype, reader: Node) -> Node:
+        limit = largest(dtype) if node in self._saturated else None
         with self._graph.inserting_before(reader):
-            cast = self._graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+            source = node
+            if limit is not None:
+                source = self._graph.call_function(torch.ops.aten.clamp.default, (node, -limit, limit))
+                source.meta = dict(node.meta)
+            cast = self._graph.call_function(torch.ops.aten._to_copy.default, (source,), {"dtype": dtype})
         cast.meta = {key: reader.meta[key] for key in _KEPT_META if key in reader.meta}
         if reader.op == "output" and "nn_module_stack" in node.meta:
             cast.meta["nn_module_stack"] = dict(list(node.meta["nn_module_stack"].items())[:1])

@@ -69,6 +69,9 @@ def fit_to_quantized(
         quantize: palettes to what they read after quantization, with scales made from them.
         shares: parts of a palette's range that are tried; entries outside are clamped, which makes the scale smaller.
         weights: as for :func:`find_palettes`.
+
+    Raises:
+        ValueError: quantized palettes overflow.
     """
 
     def clamped(luts: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
@@ -76,7 +79,16 @@ def fit_to_quantized(
         low, high = flat.amin(1).view(-1, 1, 1), flat.amax(1).view(-1, 1, 1)
         return luts.clamp(low * share, high * share) if not isinstance(share, float) or share < 1 else luts
 
-    choices = [lambda luts, share=share: quantize(clamped(luts, share)) for share in shares]
+    def tried(luts: torch.Tensor, share: float) -> torch.Tensor:
+        quantized = quantize(clamped(luts, share))
+        if bool(luts.isfinite().all()) and not bool(quantized.isfinite().all()):
+            raise ValueError(
+                f"palettes that reach {float(luts.abs().amax()):.4g} overflow float32 when they are quantized and read "
+                "back. Scale the weight down (and the output of its layer up), or leave out lut_qspec."
+            )
+        return quantized
+
+    choices = [lambda luts, share=share: tried(luts, share) for share in shares]
     refit = refit_to_quantized(vectors, found, choices, weights=weights)
     chosen = torch.tensor(list(shares), dtype=torch.float64, device=refit.choice.device)[refit.choice]
     palettes = clamped(refit.centroids, chosen.view(-1, 1, 1))

@@ -22,8 +22,8 @@ _transforms_active = torch._C._are_functorch_transforms_active
 class _SoftAssignmentStrategy(TrainingStrategy):
     """Attention between vectors and palette entries, and the palette as its fixed point.
 
-    A forward within a backward is one that gradient checkpointing repeats: it starts from the palette that the latest
-    forward started from, and leaves the palette as it is.
+    Forwards with the same weight start from the same palette, so that those between two steps of an optimizer, which
+    gradient checkpointing may repeat in any order, compute with the same numbers.
     """
 
     follows_weight = True
@@ -32,6 +32,8 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         self.temperature = temperature
         self.iterations = iterations
         self._start: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None  # what was given when the palette moved from its start
+        self._made: torch.Tensor | None = None  # where it moved
 
     def train_forward(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight made of mixtures; it is differentiable in ``weight``, also through the palette."""
@@ -42,24 +44,40 @@ class _SoftAssignmentStrategy(TrainingStrategy):
         vectors, context = module.vectorize(weight)
         vectors = vectors.float()
         importance = _relative(module.importance_of(weight.detach()))
-        stores = torch.compiler.is_compiling() or (_backward_task() == -1 and not _transforms_active())
-        start = module.centroids.detach()
-        if stores:
-            self._start = start
-        elif self._start is not None and _backward_task() != -1:
-            start = self._start
+        is_repeated = not torch.compiler.is_compiling() and self._moved_for(module, weight)
+        start = self._start if is_repeated and self._start is not None else module.centroids.detach()
         palette = start.float()
         with torch.no_grad():
             unit = _unit(vectors, importance, self.temperature)
             for _ in range(self.iterations - 1):
                 palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
         palette = _mean_of_members(vectors, importance, _attention(vectors, palette, unit), palette)
-        if stores:
+        if torch.compiler.is_compiling():
             module.set_centroids(palette.detach())
+        elif not (is_repeated or _backward_task() != -1 or _transforms_active()):
+            module.set_centroids(palette.detach())
+            self._start, self._weight, self._made = start, weight.detach().clone(), module.centroids.clone()
         attention = _attention(vectors, palette, unit)
         mixed = attention @ module.quantize_lut(palette)
         soft: torch.Tensor = module.devectorize(mixed.to(weight.dtype), context)
         return soft
+
+    def _moved_for(self, module: Any, weight: torch.Tensor) -> bool:
+        """Tell whether the palette has moved for this weight already, and is where it moved.
+
+        In a backward that is so whatever the weight has become: what runs there is a forward that is repeated.
+        """
+        if self._start is None or _backward_task() != -1:
+            return self._start is not None
+        if _transforms_active():
+            return False
+        return _is_same(self._weight, weight.detach()) and _is_same(self._made, module.centroids)
+
+
+def _is_same(known: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    if known is None or (known.dtype, known.device) != (tensor.dtype, tensor.device):
+        return False
+    return torch.equal(known, tensor)
 
 
 def _relative(importance: torch.Tensor | None) -> torch.Tensor | None:
@@ -124,8 +142,8 @@ class DKMTrainingSpec(TrainingStrategySpec):
     Attributes:
         temperature: how soft the assignment is, in units of the variance of the weights that share a palette; near 0
             it is hard.
-        iterations: steps of the fixed point of attention and palette in every forward; it starts from the palette of
-            the forward before. Gradients go through the last step.
+        iterations: steps of the fixed point of attention and palette for every weight; it starts from the palette of
+            the weight before. Gradients go through the last step.
     """
 
     temperature: float = Field(default=0.01, gt=0.0)
