@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from bitwright.formats import format_of, power_of_two_scale
 from bitwright.formats.rounding import round_to_format
@@ -110,7 +111,13 @@ def _viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _clamped(pre: torch.Tensor, grid: Grid) -> torch.Tensor:
     codes = torch.clamp(pre, grid.quant_min, grid.quant_max)
-    return codes if grid.is_integer else round_to_format(codes, format_of(grid.dtype))
+    if grid.is_integer:
+        return codes
+    rounded = round_to_format(codes, format_of(grid.dtype))
+    if codes.requires_grad and torch.is_grad_enabled() and not is_compiling():
+        # The gradient of the identity, as a cast to the format has it; x - (+0) is x to the last bit.
+        rounded = rounded.detach() - (codes.detach() - codes)
+    return rounded
 
 
 def quantize(

@@ -19,7 +19,7 @@ from bitwright.quantization.spec import (
     fp4_forward,
 )
 
-from .spec_strategies import ACTIVATION, WEIGHT, fake_quantizer
+from .spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
 
 
 @pytest.mark.parametrize("qscheme", ["symmetric", "asymmetric", "symmetric_with_clipping"])
@@ -322,6 +322,8 @@ def test_stateless_quantizers_ignore_the_observer_switch() -> None:
     small, large = torch.full((4,), 0.01), torch.full((4,), 100.0)
     assert torch.allclose(found(small), small, rtol=0.01)
     assert torch.allclose(found(large), large, rtol=0.01)
+    found.enable_observer()
+    assert found.observer_enabled.item() == 1
 
 
 def test_granularity_may_be_set_until_the_first_tensor() -> None:
@@ -340,6 +342,48 @@ def test_delegated_properties() -> None:
     assert (found.qscheme, found.quantization_target) == ("asymmetric", WEIGHT)
     found.qparams_calculator.quantization_target = ACTIVATION
     assert found.quantization_target is ACTIVATION
+
+
+def test_codes_and_values_have_the_gradient_of_their_formula() -> None:
+    """So that a class of the user's own learns by them: a step has the gradient ``code - zero_point``."""
+    found = fake_quantizer(WEIGHT, qscheme="asymmetric", dtype="int4")
+    x = torch.linspace(-2.0, 1.0, 12).reshape(3, 4).requires_grad_()
+    _, point, minval = found.qparams_calculator(x.detach())
+    step = torch.tensor([[0.25]], requires_grad=True)
+    codes = found.quantize(x, step, point, minval, cast_to_target_dtype=False)
+    slopes = torch.arange(12.0).reshape(3, 4)
+    found.dequantize(codes, step, point, minval).backward(slopes)
+    exact = (x.detach() / 0.25).round().add(point).clamp(-8, 7)
+    assert step.grad is not None
+    assert step.grad.item() == pytest.approx(((exact - point) * slopes).sum().item())
+    assert x.grad is not None
+    assert not x.grad.any()
+    assert not found.quantize(x, step, point, minval).requires_grad
+
+
+def test_rounding_to_a_float_format_passes_the_gradient_on() -> None:
+    """As a cast does, but for its rounding of the gradient; where values are clipped there is none."""
+    found = fake_quantizer(WEIGHT, dtype="float8_e4m3", float_range=[-1.0, 1.0])
+    x = torch.tensor([-2.0, -0.3, -1e-9, 0.0, 0.7], requires_grad=True)
+    found(x.detach())
+    parameters = found.calculate_qparams()
+    codes = found.quantize(x, *parameters, cast_to_target_dtype=False)
+    plain = found.quantize(x.detach(), *parameters, cast_to_target_dtype=False)
+    assert bits_equal(codes.detach(), plain)
+    assert torch.equal(codes.signbit(), plain.signbit())
+    codes.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad * parameters[0], torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    assert not found.quantize(x, *parameters).requires_grad
+
+
+def test_nothing_is_asked_of_a_quantizer_that_neither_observes_nor_quantizes() -> None:
+    """In export mode nothing is observed, so that a weight needs no scale."""
+    found = fake_quantizer(WEIGHT)
+    found.set_export_mode(True)
+    found.disable_fake_quant()
+    weight = torch.nn.Parameter(torch.randn(3))
+    assert found(weight) is weight
 
 
 def test_export_mode_freezes() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitwright._utils.module_copy import replicate_module
 from bitwright.quantization.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity
 
 from .spec_strategies import ACTIVATION, WEIGHT, bits_equal, fake_quantizer
@@ -129,6 +130,23 @@ def test_copies_are_equal_and_independent(name: str, duplicate: Any) -> None:
     other(batch(50.0))
     other.input_quantizer.disable_fake_quant()
     assert all(bits_equal(value, kept[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), replicate_module]
+)
+def test_a_copy_has_the_switches_that_the_buffers_say(duplicate: Any, is_loaded: bool) -> None:
+    """Also where a buffer was written to directly, and no tensor has passed since."""
+    simulator = fake_quantizer()
+    simulator(torch.ones(2))
+    if is_loaded:  # buffers of the copies count the versions that these do
+        simulator.load_state_dict(simulator.state_dict())
+    simulator.observer_enabled.fill_(0)
+    twin = duplicate(simulator)
+    twin(torch.full((2,), 9.0))
+    assert torch.equal(twin.qparams_calculator.scale, simulator.qparams_calculator.scale)
+    assert not twin.is_observing()
 
 
 class _Compilations:

@@ -263,7 +263,7 @@ class FakeQuantizeForward(SwitchedModule):
             y, qparams = self._observe_weight(weight, calculator, static)
             known = False
         else:
-            qparams = self._stored(calculator)
+            qparams = self._stored(calculator) if self._fake_quant_on else None
         if qparams is None or not self._fake_quant_on:
             return weight
         settled = static or not self._observer_on

@@ -16,6 +16,18 @@ __all__ = ["SwitchedModule"]
 _SWITCHES = {"observer_enabled": "_observer_on", "fake_quant_enabled": "_fake_quant_on", "_disabled": "_is_off"}
 
 
+class _Seen(tuple[Any, ...]):
+    """The buffers that were read last; none in copies and pickles, whose buffers count their versions anew."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[_Seen], tuple[Any, ...]]:
+        return _Seen, ((None,) * len(self),)
+
+    def __deepcopy__(self, memo: Any) -> _Seen:
+        return _Seen((None,) * len(self))
+
+
 class SwitchedModule(DirectlyCalled):
     """A simulator that can observe, fake-quantize, or be out of use.
 
@@ -138,7 +150,7 @@ class SwitchedModule(DirectlyCalled):
 
     def _note_buffers(self) -> None:
         own, buffers = self.__dict__, self._buffers  # nn.Module's own way to set an attribute is a long one
-        own["_seen"] = seen = tuple([buffers[name] for name in _SWITCHES])
+        own["_seen"] = seen = _Seen([buffers[name] for name in _SWITCHES])
         own["_seen_version"] = sum([0 if b is None or b.is_inference() else b._version for b in seen])
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from bitwright import _torchao, kernels
 from bitwright._utils.spec_utils import PartialConstructor, with_args
 from bitwright.config.spec import CompressionSimulatorBase, CompressionTargetTensor
 from bitwright.formats import n_bits_of, round_to_fp4
+from bitwright.kernels import reference
 
 from ._forward import FakeQuantizeForward
 from ._ste import _FusedFakeQuantizeIntSTE as _FusedFakeQuantizeIntSTE
@@ -126,8 +127,8 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
         return self._block_size(torch.Size(tensor_shape))
 
     def enable_observer(self, enabled: bool = True) -> None:
-        """Turn the gathering of statistics on or off; without effect on a stateless quantizer."""
-        if not self.is_stateless:
+        """Turn the gathering of statistics on or off; a stateless quantizer's cannot be turned off."""
+        if enabled or not self.is_stateless:
             super().enable_observer(enabled)
 
     def _fake_quantize(
@@ -157,7 +158,9 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
             scale: one entry per block.
             zero_point: like ``scale``; None for float formats.
             minval: like ``scale``; None for float formats.
-            cast_to_target_dtype: return the codes in ``target_dtype``; else in the dtype of ``tensor``.
+            cast_to_target_dtype: return the codes in ``target_dtype``, without a gradient; else in the dtype of
+                ``tensor``, with the gradient of the formula: rounding to integers has none, rounding to a float format
+                that of the identity.
         """
 
     @abstractmethod
@@ -169,7 +172,10 @@ class FakeQuantizeImplBase(FakeQuantizeForward, CompressionSimulatorBase, ABC):
         minval: torch.Tensor | None,
         output_dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the values that the codes ``tensor`` stand for, computed in float32, as ``output_dtype``."""
+        """Return the values that the codes ``tensor`` stand for, computed in float32, as ``output_dtype``.
+
+        The gradient is that of the formula, for codes, scale and minval.
+        """
 
     @abstractmethod
     def _fused_fake_quant_dequant(
@@ -290,7 +296,11 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
     ) -> torch.Tensor:
         """Return the codes of ``tensor``; see the base class."""
         block_size = self.get_block_size(tensor.shape)
-        codes = kernels.quantize(tensor, scale, zero_point, minval, block_size=block_size, grid=self._current_grid())
+        recorded = not cast_to_target_dtype and _wants_gradient(tensor, scale, zero_point, minval)
+        form: Any = reference if recorded else kernels
+        codes: torch.Tensor = form.quantize(
+            tensor, scale, zero_point, minval, block_size=block_size, grid=self._current_grid()
+        )
         return codes.to(self.target_dtype if cast_to_target_dtype else tensor.dtype)
 
     def dequantize(
@@ -302,7 +312,8 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
         output_dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Return the values that codes stand for; see the base class."""
-        return kernels.dequantize(
+        form: Any = reference if _wants_gradient(tensor, scale, zero_point, minval) else kernels
+        values: torch.Tensor = form.dequantize(
             tensor,
             scale,
             zero_point,
@@ -311,6 +322,11 @@ class _DefaultFakeQuantizeImpl(FakeQuantizeImplBase):
             grid=self._current_grid(),
             output_dtype=output_dtype,
         )
+        return values
+
+
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def fp4_forward(tensor: torch.Tensor) -> torch.Tensor:
