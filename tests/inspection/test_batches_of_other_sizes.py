@@ -242,6 +242,16 @@ def test_layers_are_those_of_the_same_name_whichever_sizes_are_free(free: dict[i
     assert not report.notes
 
 
+def test_batches_that_sizes_in_a_graph_follow() -> None:
+    """Node by node, graphs compute what their generated code does."""
+    model, batches = seeded(Flattening), frames((4, 5), (7, 5), (1, 5))
+    compressed = Quantizer(copy.deepcopy(model), W4).prepare((batches[0],))
+    report = compare(model, compressed, batches)
+    assert report.end_to_end.error.sqnr_db == pytest.approx(sqnr_of(model, compressed, batches), abs=0.01)
+    assert not report.notes
+    assert all(layer.accumulated.sqnr_db > 10 for layer in report.layers if layer.accumulated)
+
+
 def test_sizes_that_differ_may_vary() -> None:
     """Besides the batch only those, so that a graph is fixed where it can be."""
     model = seeded(Words)

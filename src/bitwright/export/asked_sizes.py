@@ -109,7 +109,7 @@ def sizes_left_out(
     parts of every size. Where a size is a ``Dim`` torch.export refuses that; of ``Dim.DYNAMIC`` and ``Dim.AUTO`` it
     leaves guards beside the program. Where no others are left out than those that the model itself fails for, or those
     for which the program computes what the model does all the same, there are none. Where the range has become
-    narrower only, there are none either, and a warning says so.
+    narrower only, or one far from the example's is left out, there are none either, and a warning says so.
 
     Args:
         program: captured with dynamic shapes from ``model``.
@@ -139,7 +139,7 @@ def sizes_left_out(
             if missed and trial.leaves_out(guard, [{**hints, symbol: sympy.Integer(size)} for size in missed]):
                 example, other = (size.at({**hints, symbol: number}) for number in (hints[symbol], missed[0]))
                 found[symbol] = LeftOut(size.name, example, other, str(guard))
-            elif guard.is_range and len(guard.symbols) == 1 and symbol not in narrower:
+            elif not missed and len(guard.symbols) == 1 and symbol not in narrower:
                 beyond = _beyond(guard, symbol, int(hints[symbol]), bounds)
                 least, most = ranges.get(size.place, (2, _LARGEST))
                 is_asked = beyond is not None and least <= size.at({**hints, symbol: beyond}) <= most
@@ -310,7 +310,7 @@ def _missed(guard: Any, symbol: Any, example: Mapping[Any, Any], asked: Any) -> 
 
 
 def _beyond(guard: _Guard, symbol: Any, example: int, asked: Any) -> int | None:
-    """The size nearest to the example's that is out of a range which the model asked for; None if there is none.
+    """The size nearest to the example's for which a condition fails from there on, or far away; None if there is none.
 
     Torch notes no range that ``dynamic_shapes`` has already.
     """

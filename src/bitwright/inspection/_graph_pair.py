@@ -86,10 +86,15 @@ class GraphPair:
             return None
         return ComparedWeight(name, reference, compressed.detach(), entering.detach(), simulator, alone)
 
-    def isolated(self, name: str) -> Any:
-        """Compute a layer by the compressed graph, from values that ``run`` has reached; None where it needs others."""
+    def isolated(self, name: str, batch: int | None) -> Any:
+        """Compute a layer by the compressed graph, from values that ``run`` has reached; None where it needs others.
+
+        Args:
+            name: of the layer.
+            batch: of the inputs, where sizes in the compressed graph follow it.
+        """
         known = {node.name: self.run.values[node] for node in self._outside(name) if node.op != "get_attr"}
-        return evaluate(self.compressed, self.ends[name][1], known)
+        return evaluate(self.compressed, self.ends[name][1], known, batch)
 
     def _folded_reference(self, node: fx.Node) -> torch.Tensor:
         """The float model's weight and batch norm, folded as the compressed graph folds its own."""

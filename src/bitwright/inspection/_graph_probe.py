@@ -70,7 +70,7 @@ class GraphProbe(PairProbe):
         """Run the graphs node by node, in step at the layers that both have; see the base class."""
         pair = self._pair_for(inputs)
         own, other = pair.run, self._other.steps(inputs)
-        done: set[fx.Node] = set()
+        done, batch = set[fx.Node](), self._other.batch_of(inputs)
         pending: dict[fx.Node, Any] = {}
         wanted = {ends[1] for ends in pair.ends.values()}
         for node in own.steps(inputs):
@@ -78,7 +78,7 @@ class GraphProbe(PairProbe):
             if site is None:
                 continue
             end = pair.ends[site.name][1]
-            isolated = pair.isolated(site.name)
+            isolated = pair.isolated(site.name, batch)
             self._show_to_outputs(site, end, own.values[node])
             while end not in done:
                 self.recording = True
@@ -121,7 +121,7 @@ class GraphProbe(PairProbe):
         end = pair.ends[site.name][0]
         for node in pair.run.steps(inputs):
             if node is end:
-                replaced = pair.isolated(site.name)
+                replaced = pair.isolated(site.name, self._other.batch_of(inputs))
                 if replaced is None:
                     return None
                 pair.run.values[node] = replaced

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bitwright.program.free_batch import FREE_BATCH, FreeBatch
 from bitwright.program.input_check import InputCheck
 
 from ._probe import Inputs
@@ -68,6 +69,11 @@ class GraphRun:
             if known.size is None
         }
 
+    def batch_of(self, inputs: Inputs) -> int | None:
+        """Return the batch that sizes in the graph follow; None where none do."""
+        free: FreeBatch | None = vars(self.module).get(FREE_BATCH)
+        return None if free is None else free.batch(_flat_inputs(self.module, inputs, self.names))
+
     def result(self, inputs: Inputs) -> Any:
         """Run all nodes and return the output."""
         for _ in self.steps(inputs):
@@ -80,7 +86,7 @@ class GraphRun:
         Values may be replaced between steps.
         """
         self.values = {}
-        leaves = iter(_flat_inputs(self.module, inputs.copied(), self.names))
+        leaves, batch = iter(_flat_inputs(self.module, inputs.copied(), self.names)), self.batch_of(inputs)
         for place, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.values[node] = next(leaves)
@@ -89,7 +95,7 @@ class GraphRun:
                 codegen: Any = self.module.graph._codegen
                 self.values[node] = codegen.process_outputs(result)
             else:
-                self.values[node] = call_node(self.module, node, self.values.__getitem__)
+                self.values[node] = call_node(self.module, node, self.values.__getitem__, batch)
             yield node
             for dead in self.dying.get(place, ()):
                 self.values.pop(dead, None)
@@ -99,11 +105,17 @@ class GraphRun:
         return self.values[self.nodes[-1]]
 
 
-def call_node(module: fx.GraphModule, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Return the value of a node, given those of its arguments."""
+def call_node(
+    module: fx.GraphModule, node: fx.Node, value_of: Callable[[fx.Node], Any], batch: int | None = None
+) -> Any:
+    """Return the value of a node, given those of its arguments, and the batch where sizes in the graph follow it."""
     if node.op == "get_attr":
         return attribute(module, str(node.target))
-    args, kwargs = _mapped(node.args, value_of), _mapped(node.kwargs, value_of)
+    free: FreeBatch | None = vars(module).get(FREE_BATCH)
+    if free is None or batch is None:
+        args, kwargs = _mapped(node.args, value_of), _mapped(node.kwargs, value_of)
+    else:
+        args, kwargs = free.arguments(node, batch, value_of)
     if node.op == "call_module":
         return module.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
@@ -112,10 +124,11 @@ def call_node(module: fx.GraphModule, node: fx.Node, value_of: Callable[[fx.Node
     return node.target(*args, **kwargs)
 
 
-def evaluate(module: fx.GraphModule, node: fx.Node, known: Mapping[str, Any]) -> Any:
+def evaluate(module: fx.GraphModule, node: fx.Node, known: Mapping[str, Any], batch: int | None = None) -> Any:
     """Return the value of one node from values known by name; None where it needs others.
 
-    What is in between is computed anew: simulators, folded weights and ops fused into one.
+    What is in between is computed anew: simulators, folded weights and ops fused into one; for a batch, where sizes in
+    the graph follow it.
     """
     found: dict[fx.Node, Any] = {}
     order: list[fx.Node] = []
@@ -138,7 +151,7 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: Mapping[str, Any]) ->
         order.append(current)
         pending.pop()
     for current in order:
-        found[current] = call_node(module, current, found.__getitem__)
+        found[current] = call_node(module, current, found.__getitem__, batch)
     return found[node]
 
 

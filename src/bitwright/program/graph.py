@@ -7,7 +7,8 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from bitwright.errors import TraceError
 from .dynamic_marks import inputs_unmarked
 from .export_errors import UnknownClassError, export_failure, forward_problem
 from .exporting import exported, one_at_a_time
+from .float_graph import FloatGraph
 from .foreign_results import without_foreign_results
 from .graph_module import TracedGraphModule
 from .graph_program import build_program
@@ -43,6 +45,7 @@ def capture_graph(
     boundaries: Sequence[str] = (),
     *,
     generate: bool = True,
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> tuple[TracedGraphModule, Program]:
     """Capture ``model`` with ``torch.export`` in the mode (training or eval) that it is in.
 
@@ -54,6 +57,8 @@ def capture_graph(
         no_grad: capture with gradients disabled, which is what ``torch.is_grad_enabled()`` then says to the model.
         boundaries: paths of modules whose inputs and outputs the program shall record, besides the root.
         generate: write the module's code now; False for a graph that will be changed before it is called.
+        within: what the caller has put around this call, for the model: later captures, which tell whether the graph
+            holds for other batches, stand in that too.
 
     Returns:
         The graph module, and the program; an op's ``handle`` is its node in that module's graph.
@@ -62,7 +67,7 @@ def capture_graph(
         TraceError: the model cannot be exported; says why, in which line of the model, and what to do.
     """
     captured = _export(model, example_inputs, dict(example_kwargs or {}), dynamic_shapes, no_grad, boundaries)
-    module = unlift(captured, model)
+    module = unlift(captured, model, _Recapture(no_grad, within))
     if generate:
         module.recompile()
     program = build_program(module, model, captured.module_call_graph)
@@ -71,6 +76,20 @@ def capture_graph(
         for value, tensor in zip(program.inputs, given, strict=True):
             value.is_masked = holds_mask(tensor)
     return module, program
+
+
+@dataclass(frozen=True, slots=True)
+class _Recapture:
+    """Captures a model once more as it was captured."""
+
+    no_grad: bool
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FloatGraph | None:
+        """Capture a model with other inputs; see ``Recapture``."""
+        with self.within(model):
+            check = unlift(_export(model, args, dict(kwargs), None, self.no_grad, ()), model)._input_check
+        return None if check is None else check.origin.graph
 
 
 def _export(

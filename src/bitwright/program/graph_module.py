@@ -16,6 +16,7 @@ from bitwright._utils.forward_scope import ForwardScope
 from bitwright._utils.missing_names import add_known_names
 from bitwright.kernels.remade import forget_weight
 
+from .free_batch import FREE_BATCH, graph_to_call
 from .graph_record import GraphRecord, copy_graph
 from .input_check import InputCheck
 from .keyword_names import keywords_read
@@ -24,7 +25,8 @@ from .small_weights import SmallWeights, weights_simulated_once
 
 __all__ = ["RESERVED_NAMES", "TracedGraphModule", "as_traced", "uncompiled_copy"]
 
-# Set anew whenever the graph is; what refers to generated code is neither copied nor pickled.
+# Set anew whenever the graph is; what refers to generated code is neither copied nor pickled. And the model that was
+# captured, which the graph keeps alive, to be asked about batches of other sizes: copies, as finalized ones, do not.
 _REBUILT = (
     "_graph",
     "_code",
@@ -34,6 +36,7 @@ _REBUILT = (
     "_out_spec",
     "_tracer_cls",
     "_small_weights",
+    "_captured_model",
 )
 
 
@@ -78,6 +81,7 @@ class TracedGraphModule(fx.GraphModule):
         self._set_graph(graph)
         self._input_check = check
         if check is not None:
+            self.__dict__["_captured_model"] = check.origin.model
             self.register_forward_pre_hook(check, with_kwargs=True)
 
     def _set_graph(self, graph: fx.Graph) -> None:
@@ -90,11 +94,16 @@ class TracedGraphModule(fx.GraphModule):
     def recompile(self) -> Any:
         """Generate the code of the graph as it is now."""
         self.__dict__["_small_weights"] = SmallWeights(weights_simulated_once(self._graph))
-        short = self._graph.on_generate_code(
+        called = graph_to_call(self)
+        short = called.on_generate_code(
             lambda given: lambda body: _with_short_ways(body if given is None else given(body), self)
         )
-        with short, keywords_read():
-            return super().recompile()
+        own, self._graph = self._graph, called
+        try:
+            with short, keywords_read():
+                return super().recompile()
+        finally:
+            self._graph = own
 
     def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any], Callable[[Any], None]]:
         """What generated code calls simulators by (for an argument that is needed further, and for another), and more.
@@ -249,7 +258,9 @@ def _rebuild(record: GraphRecord, state: Mapping[str, Any]) -> TracedGraphModule
 
 #: Names under which a graph module has attributes of its own, so that a graph cannot read a model's state there.
 RESERVED_NAMES = (
-    (set(dir(TracedGraphModule)) - set(dir(nn.Module)) - {"code"}) | {"meta", "_graph", "_code"} | {"_small_weights"}
+    (set(dir(TracedGraphModule)) - set(dir(nn.Module)) - {"code"})
+    | {"meta", "_graph", "_code"}
+    | {"_small_weights", "_captured_model", FREE_BATCH}
 )
 
 

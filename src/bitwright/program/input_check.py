@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .batch_dependence import computes_with_sizes
 from .float_graph import FloatGraph
+from .free_batch import FREE_BATCH, FreeBatch
 from .other_batches import changed_sizes, holds_for_batches_of
-from .size_conditions import SizeCondition
+from .size_conditions import ASSUMED, SizeCondition, single_refused
 
 __all__ = ["Dimension", "InputCheck", "InputShape", "Origin"]
 
@@ -93,22 +94,27 @@ class Origin:
 
     Args:
         model: the model.
-        graph: as it was captured, None where nobody will ask whether it computes what the model does.
+        graph: as it was captured.
     """
 
     def __init__(self, model: nn.Module | None = None, graph: FloatGraph | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._graph = graph
+        self.graph = graph
 
     @property
     def model(self) -> nn.Module | None:
         """The model; None if it is gone."""
         return None if self._model is None else self._model()
 
-    def computes_the_same(self, leaves: Sequence[Any]) -> bool:
-        """Whether the graph is seen to compute what the model does, with flattened inputs of these sizes."""
+    def compared(self, leaves: Sequence[Any], free: FreeBatch | None = None) -> bool | None:
+        """Whether the graph is seen to compute what the model does, with these inputs; None if nobody can tell."""
         model = self.model
-        return model is not None and self._graph is not None and self._graph.computes_as(model, leaves)
+        return None if model is None or self.graph is None else self.graph.compared_with(model, leaves, free)
+
+    def free_batch(self, leaves: Sequence[Any], place: int, sizes: tuple[int, int]) -> FreeBatch | None:
+        """What follows the batch in the graph, as a capture of the model with these inputs shows; None if none does."""
+        model = self.model
+        return None if model is None or self.graph is None else self.graph.free_batch(model, leaves, place, sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
@@ -167,16 +173,29 @@ class InputCheck:
             if not _fits(expected.dimensions, tuple(leaf.shape), seen):
                 if self._holds_all_the_same(module, leaves):
                     break
-                raise _misfit(expected, expected.dimensions, tuple(leaf.shape))
+                raise _misfit(expected, expected.dimensions, tuple(leaf.shape), self.origin.model is None)
         broken = next((condition for condition in self.conditions if not condition.holds(seen)), None)
         if broken is not None and not self._has_the_same_numbers(module, leaves, seen):
             raise broken.refusal(seen, self._names_of_symbols(), self.origin.model is None)
+        single = tuple(sorted((symbol, size) for symbol, size in seen.items() if type(size) is int and size < ASSUMED))
+        if single and not self._holds_for_single(module, leaves, single):
+            raise single_refused(dict(single), self._names_of_symbols())
+
+    def _holds_for_single(self, module: nn.Module, leaves: Sequence[Any], single: tuple[tuple[str, int], ...]) -> bool:
+        """Whether the graph is not seen to be wrong where these sizes are 0 or 1, which it was not captured for.
+
+        The model is asked once for each set of such sizes, whatever the others are.
+        """
+        known: dict[Any, bool] = module.__dict__.setdefault("_single_sizes", {})
+        if single not in known:
+            known[single] = self.origin.compared(leaves) is not False
+        return known[single]
 
     def _has_the_same_numbers(self, module: nn.Module, leaves: Sequence[Any], seen: Mapping[str, int]) -> bool:
         """Whether the other branch that the model takes computes what the graph's does; kept, also in copies."""
         known: set[Any] = module.__dict__.setdefault("_other_branches", set())
         sizes = tuple(sorted(seen.items()))
-        if sizes not in known and self.origin.computes_the_same(leaves):
+        if sizes not in known and self.origin.compared(leaves) is True:
             known.add(sizes)
         return sizes in known
 
@@ -193,15 +212,36 @@ class InputCheck:
         came = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
         known: dict[Any, bool] = module.__dict__.setdefault("_other_batches", {})
         if came not in known:
-            before = [_static(shape.dimensions) for shape in self.shapes]
-            sizes = changed_sizes(before, leaves)
-            known[came] = (
-                sizes is not None
-                and isinstance(module, fx.GraphModule)
-                and holds_for_batches_of(module, before, leaves, sizes)
-                and not self._model_computes_with(module.graph, before, leaves, sizes)
-            )
+            known[came] = isinstance(module, fx.GraphModule) and self._holds_for(module, leaves)
         return known[came]
+
+    def _holds_for(self, module: fx.GraphModule, leaves: Sequence[Any]) -> bool:
+        """Whether the graph is one for a batch of another size, as it is or with the sizes in it that follow it."""
+        before = [_static(shape.dimensions) for shape in self.shapes]
+        sizes = changed_sizes(before, leaves)
+        if sizes is None:
+            return False
+        free: FreeBatch | None = module.__dict__.get(FREE_BATCH)
+        unsafe = free is None and self.origin.graph is not None and self.origin.graph.is_recurrent
+        same = None if unsafe else self.origin.compared(leaves, free)
+        if same is True:
+            return True
+        alike = free is None and same is None and holds_for_batches_of(module, before, leaves, sizes)
+        if alike and not self._model_computes_with(module.graph, before, leaves, sizes):
+            return True
+        pairs = enumerate(zip(before, leaves, strict=True))
+        own = [n for n, (shape, leaf) in pairs if isinstance(leaf, torch.Tensor) and shape != tuple(leaf.shape)]
+        if free is not None:
+            found = self.origin.free_batch(leaves, own[0], sizes)
+            return found is not None and free.agrees(found, sizes[1])
+        # Ops that do nothing are left out for a batch of 1: a capture with one shows less than one with several.
+        larger = sizes[1] if sizes[1] > 1 else sizes[0] + 1
+        found = self.origin.free_batch(_resized(leaves, own, larger), own[0], (sizes[0], larger))
+        if found is None or (larger != sizes[1] and self.origin.compared(leaves, found) is not True):
+            return False
+        if found.added and self.origin.compared(_resized(leaves, own, sizes[0]), found) is not True:
+            return False
+        return found.follow(module)
 
     def _model_computes_with(
         self,
@@ -242,20 +282,34 @@ def _static(dimensions: tuple[Dimension, ...] | None) -> tuple[int, ...] | None:
     return None if dimensions is None or None in sizes else tuple(size for size in sizes if size is not None)
 
 
+def _resized(leaves: Sequence[Any], places: Sequence[int], batch: int) -> list[Any]:
+    """Inputs of which some have another batch: as many of their rows, or the same ones again."""
+    found = list(leaves)
+    for place in places:
+        leaf = leaves[place].detach()
+        found[place] = leaf[torch.arange(batch, device=leaf.device) % leaf.shape[0]]
+    return found
+
+
 def _fits(dimensions: tuple[Dimension, ...], shape: tuple[int, ...], seen: dict[str, int]) -> bool:
     return len(shape) == len(dimensions) and all(
         dimension.fits(size, seen) for dimension, size in zip(dimensions, shape, strict=True)
     )
 
 
-def _misfit(expected: InputShape, dimensions: tuple[Dimension, ...], shape: tuple[int, ...]) -> ValueError:
+def _misfit(
+    expected: InputShape, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], unasked: bool
+) -> ValueError:
+    """The error of another shape; ``unasked`` where the model is gone, which could have told about another batch."""
     captured = ", ".join(map(str, dimensions))
     pairs = enumerate(zip(dimensions, shape, strict=False))
     fixed = [place for place, (dimension, size) in pairs if dimension.size not in (None, size)] or [0]
     shapes = ", ".join(f"{place}: torch.export.Dim.AUTO" for place in fixed)
+    ask = "Or call the prepared model once with such a batch, before it is saved, while the float model is there. "
     return ValueError(
         f"Input {expected.name!r} has shape {shape}, but the graph was captured for ({captured}). Sizes of the "
         "example inputs are fixed in the graph; to let a dimension vary, pass dynamic_shapes to prepare(), for "
-        f"example dynamic_shapes={{{expected.name!r}: {{{shapes}}}}}. Where forward itself fixes a size (a Python loop "
-        'over it), give inputs of one size, or set execution_mode="eager" in the QuantizerConfig.'
+        f"example dynamic_shapes={{{expected.name!r}: {{{shapes}}}}}. {ask if unasked and fixed == [0] else ''}"
+        "Where forward itself fixes a size (a Python loop over it), give inputs of one size, or set "
+        'execution_mode="eager" in the QuantizerConfig.'
     )

@@ -18,7 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-__all__ = ["OtherBranchError", "SizeCondition", "conditions_on_sizes"]
+__all__ = ["ASSUMED", "OtherBranchError", "SizeCondition", "conditions_on_sizes", "single_refused"]
+
+ASSUMED = 2
+"""The least that torch.export takes a size for that varies: it asks no condition for 0 and 1."""
 
 _TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 # Layers and functions are part of models; the rest of torch asks for reasons of its own, such as whether a tensor is
@@ -66,6 +69,22 @@ class SizeCondition:
             f"{self.place}\n{keep if unasked else 'P'}repare a model with example inputs of such sizes for these, or "
             'set execution_mode="eager" in the QuantizerConfig.'
         )
+
+
+def single_refused(sizes: Mapping[str, int], names: Mapping[str, str]) -> OtherBranchError:
+    """Return the error to raise where a graph is wrong for sizes of 0 or 1.
+
+    Args:
+        sizes: by symbol.
+        names: what to call symbols, as ``x.shape[0]``.
+    """
+    came = ", ".join(f"{names.get(symbol, symbol)} = {size}" for symbol, size in sizes.items())
+    return OtherBranchError(
+        f"The graph computes something else than the model for inputs with {came}: torch.export takes sizes that vary "
+        "for 2 or more, and forward does something else with less (such as `if x.shape[0] > 1`). Prepare a model with "
+        "example inputs of such sizes for these, without dynamic_shapes for them, or set "
+        'execution_mode="eager" in the QuantizerConfig.'
+    )
 
 
 @functools.lru_cache(maxsize=4096)

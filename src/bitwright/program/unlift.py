@@ -18,27 +18,31 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from bitwright.errors import TraceError
 
 from .assigned_buffers import read_before_writing
-from .float_graph import FloatGraph
+from .float_graph import FloatGraph, Recapture
 from .graph_module import RESERVED_NAMES, TracedGraphModule, as_traced
 from .inlined_scopes import inline_scopes
 from .input_check import Dimension, InputCheck, InputShape, Origin
 from .keyword_names import keywords_read
-from .size_conditions import conditions_on_sizes
+from .size_conditions import ASSUMED, conditions_on_sizes
 
 __all__ = ["reserved_state", "unlift"]
 
 _STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Ops that only assert, while a model is traced, that a tensor has the dtype that it has.
-_SPECIALISED = 2
 _UNLIMITED = 2**62
 _TRACE_ASSERTS = ("aten::_assert_tensor_metadata",)
 _TRANSFORMS = "torch._functorch.predispatch"
 
 
-def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
+def unlift(exported: ExportedProgram, model: nn.Module, recapture: Recapture | None = None) -> TracedGraphModule:
     """Return a graph module with the ops of ``exported`` and the parameters and buffers of ``model`` themselves.
 
     States keep all names that they have in ``model``, used or not, so that its state_dict fits.
+
+    Args:
+        exported: the program.
+        model: that was exported.
+        recapture: how it was, for batches of other sizes than those of the program; None if nobody can do it again.
 
     Raises:
         TraceError: the graph reads a state that has the name of something that graph modules need themselves.
@@ -70,7 +74,8 @@ def unlift(exported: ExportedProgram, model: nn.Module) -> TracedGraphModule:
     _drop_trace_asserts(graph)
     _drop_dead_code(graph)
     read_before_writing(graph)
-    return TracedGraphModule(root.module, graph, _input_check(exported, graph, model, root.module))
+    origin = Origin(model, FloatGraph(root.module, graph, model, recapture))
+    return TracedGraphModule(root.module, graph, _input_check(exported, graph, origin))
 
 
 def _is_plain(exported: ExportedProgram) -> bool:
@@ -183,7 +188,7 @@ def _has_effect(node: fx.Node) -> bool:
     return node.is_impure() or getattr(node.target, "__module__", None) == _TRANSFORMS
 
 
-def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module, root: nn.Module) -> InputCheck | None:
+def _input_check(exported: ExportedProgram, graph: fx.Graph, origin: Origin) -> InputCheck | None:
     codegen = graph._codegen
     if not isinstance(codegen, _PyTreeCodeGen):
         return None
@@ -198,7 +203,6 @@ def _input_check(exported: ExportedProgram, graph: fx.Graph, model: nn.Module, r
         InputShape(name, _dimensions(node.meta.get("val"), ranges), constants.get(name)) for node, name in names.items()
     )
     conditions = conditions_on_sizes(exported)
-    origin = Origin(model, FloatGraph(root, graph, model) if conditions else None)
     return InputCheck(tuple(codegen.pytree_info.orig_args), shapes, origin, conditions)
 
 
@@ -219,6 +223,6 @@ def _dimension(size: Any, ranges: dict[str, Any]) -> Dimension:
     limits = ranges.get(symbol)
     if limits is None:
         return Dimension(None, symbol)
-    # torch.export never assumes sizes 0 and 1 for a dynamic dimension, but graphs hold for them too.
-    lower = int(limits.lower) if limits.lower > _SPECIALISED else 0
+    # torch.export never assumes sizes 0 and 1 for a dynamic dimension, but nearly all graphs hold for them too.
+    lower = int(limits.lower) if limits.lower > ASSUMED else 0
     return Dimension(None, symbol, lower, int(limits.upper) if limits.upper < _UNLIMITED else None)

@@ -150,8 +150,12 @@ class _StayInEvaluation:
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that use a batch norm's running statistics, with its path in the original model."""
+    """Yield the modules that use a batch norm's running statistics, with its path in the original model.
+
+    In a graph, one that has several paths comes with each of them.
+    """
     if isinstance(model, fx.GraphModule):
+        buffers = dict(model.named_buffers(remove_duplicate=False))
         for node in model.graph.nodes:
             if node.op != "call_module":
                 continue
@@ -159,7 +163,10 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 if source.op == "get_attr" and str(source.target).rpartition(".")[2] == "running_var":
                     module = model.get_submodule(str(node.target))
                     behind = module.behind if isinstance(module, FakeQuantizeImplBase) else None
-                    yield str(source.target).rpartition(".")[0], module if behind is None else behind
+                    read = str(source.target)
+                    names = [name for name, buffer in buffers.items() if name == read or buffer is buffers.get(read)]
+                    for name in names or [read]:
+                        yield name.rpartition(".")[0], module if behind is None else behind
                     break
         return
     for path, module in model.named_modules():

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from bitwright.artifact import Artifact, ArtifactError
 from bitwright.inspection import bits_per_weight
 from bitwright.kernels import channel_scales
-from bitwright.quantization import Quantizer, QuantizerConfig
+from bitwright.quantization import ModuleQuantizerConfig, QuantizationSpec, Quantizer, QuantizerConfig
 from bitwright.quantization._graph import batch_norm
+from bitwright.quantization.spec import PerTensorGranularity
 from tests.lambda_module import Lambda
 from tests.measures import sqnr
 
@@ -211,9 +212,9 @@ def test_a_pair_called_twice() -> None:
 class Named(nn.Module):
     """A convolution and its batch norm, which have two names each."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3)
+        self.conv = nn.Conv2d(4, 8, 3, bias=bias)
         self.norm = nn.BatchNorm2d(8)
         self.layers = nn.ModuleList([self.conv, self.norm])
 
@@ -221,10 +222,11 @@ class Named(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
 
-def test_a_pair_with_two_names_is_folded_under_both() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_pair_with_two_names_is_folded_under_both(bias: bool) -> None:
     """Nothing of what was folded is left, neither in the state, nor in an artifact, nor in the count of bits."""
     torch.manual_seed(0)
-    model = with_statistics(Named()).eval()
+    model = with_statistics(Named(bias)).eval()
     quantizer = Quantizer(model, W8)
     prepared = calibrated(quantizer, (INPUTS[2],))
     finalized: Any = quantizer.finalize(backend="_torch")
@@ -233,10 +235,20 @@ def test_a_pair_with_two_names_is_folded_under_both() -> None:
     assert {name for name in finalized.state_dict() if "simulator" not in name and "process" not in name} == names
     assert finalized.conv.weight is getattr(finalized.layers, "0").weight
     count = bits_per_weight(prepared)
-    assert count.total_weights == model.conv.weight.numel() + model.conv.bias.numel()
+    assert count.total_weights == model.conv.weight.numel() + model.norm.num_features
     artifact = Artifact.from_model(prepared)
     for load in (artifact.load_into, artifact.packed_model):
         torch.testing.assert_close(load(copy.deepcopy(model)).eval()(INPUTS[2]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_plan_says_that_folded_biases_are_stored_in_full() -> None:
+    """Whatever name the graph knows them by."""
+    every = {"*": QuantizationSpec(dtype="int8", granularity=PerTensorGranularity())}
+    config = QuantizerConfig(global_config=ModuleQuantizerConfig(op_state_spec=every))
+    plan = Quantizer(Named(True), config).plan((INPUTS[2],))
+    rows = {row.tensor: row for row in plan if row.kind == "weight"}
+    assert rows["conv.bias"].compressed_bytes == 8 * 4
+    assert "stored in full" in rows["conv.bias"].note
 
 
 def test_one_weight_with_two_batch_norms_and_without() -> None:

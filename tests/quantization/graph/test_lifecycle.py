@@ -149,6 +149,15 @@ class TestModes:
             assert not model._exported_training
         assert not any(module.training for module in prepared.modules())
 
+    @pytest.mark.parametrize("training", [False, True])
+    def test_dropout_keeps_its_probability(self, training: bool) -> None:
+        """In whatever mode it was captured; the peer trains with 0.5."""
+        for probability in (0.0, 0.9):
+            model = nn.Sequential(nn.Linear(8, 256), nn.Dropout(probability)).train(training)
+            prepared = Quantizer(model, QuantizerConfig.presets.w8()).prepare((torch.randn(4, 8),)).train()
+            dropped = (prepared(torch.randn(4, 8)) == 0).float().mean().item()
+            assert dropped == pytest.approx(probability, abs=0.05)
+
     def test_training_updates_batch_norm_statistics(self, quantizer: Quantizer) -> None:
         """Running statistics and their counter advance in training as those of the float model do."""
         float_model = net().train()
@@ -218,6 +227,18 @@ class TestModes:
         assert "conv1.weight" not in off
         with pytest.raises(ValueError, match="not part of the model"):
             quantizer.enable_observer(nn.Linear(2, 2))
+
+    def test_switches_of_a_list_of_modules_that_are_known_by_other_names(self) -> None:
+        """A list holds modules, whatever these are called elsewhere."""
+        model = net()
+        model.listed = nn.ModuleList([model.fc])
+        quantizer = Quantizer(model, QuantizerConfig())
+        prepared = quantizer.prepare((IMAGE,))
+        quantizer.disable_fake_quant(model.listed)
+        switched = [simulator for simulator in simulators(prepared) if not simulator.fake_quant_enabled]
+        quantizer.enable_fake_quant()
+        quantizer.disable_fake_quant(model.fc)
+        assert switched == [simulator for simulator in simulators(prepared) if not simulator.fake_quant_enabled] != []
 
     def test_switches_of_one_simulator(self, quantizer: Quantizer) -> None:
         """A simulator of the prepared model is switched alone."""

@@ -250,6 +250,35 @@ def test_batch_norms_freeze_at_a_step_of_their_own(mode):
     assert counts == {"0": 1, "2": 2}
 
 
+class Listed(nn.Module):
+    """A convolution, its batch norm and another, which stand in a list too; the list's names come last."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm1d(2)
+        self.layers = nn.ModuleList([self.conv, self.norm, self.last])
+
+    def forward(self, x):
+        return self.last(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("key", "frozen"), [("norm", {"norm"}), ("layers.1", {"norm"}), (None, {"norm", "last"})])
+def test_batch_norms_with_two_names_freeze(mode, key, frozen):
+    """A schedule reaches them by either name, and as the global one."""
+    schedule, config = QATSchedule(freeze_batch_norm=0), make_config(mode)
+    if key is None:
+        config = make_config(mode, schedule=schedule)
+    else:
+        config.set_module_name(key, ModuleQuantizerConfig(qat_schedule=schedule))
+    quantizer = Quantizer(Listed(), config)
+    prepared = quantizer.prepare((images()[0],))
+    with quantizer.training_mode():
+        prepared(images()[0])
+    counts = {name: int(prepared.get_buffer(f"{name}.num_batches_tracked")) for name in ("norm", "last")}
+    assert counts == {name: int(name not in frozen) for name in ("norm", "last")}
+
+
 def test_frozen_batch_norms_get_back_their_own_train():
     """A norm whose ``train`` somebody replaced keeps that; it is called meanwhile, and stands there afterwards."""
     calls = []

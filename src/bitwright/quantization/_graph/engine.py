@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,13 @@ __all__ = ["GraphEngine"]
 _logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _shown_whole(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Module, ...]]]:
+    """Let a capture see cumulative averages, and weights without the simulators on them, which it yields."""
+    with cumulative_averages_shown(model), unstacked(model) as stacks:
+        yield stacks
+
+
 class GraphEngine(Engine):
     """Works on an exported copy of the model's program; the model itself is left alone."""
 
@@ -64,7 +72,7 @@ class GraphEngine(Engine):
     def plan(self, example: ExampleInputs) -> Plan:
         """Capture the program with ``torch.export`` and plan for it; see the base class."""
         refuse_quantized("Quantizer", self.model, self.config)
-        with collector_paused(), cumulative_averages_shown(self.model), unstacked(self.model) as stacks:
+        with collector_paused(), _shown_whole(self.model) as stacks:
             module, self.program = capture_graph(
                 self.model,
                 example.args,
@@ -73,6 +81,7 @@ class GraphEngine(Engine):
                 example.no_grad,
                 boundary_paths(self.config, self.model),
                 generate=False,
+                within=_shown_whole,
             )
             decisions = plan_graph_quantization(self.config, self.model, self.program, registered_roles(), stacks)
         self._captured = module, decisions
@@ -97,7 +106,8 @@ class GraphEngine(Engine):
 
     def _count_folded_biases(self, module: TracedGraphModule, decisions: GraphDecisions) -> None:
         """Show what the batch norms that are folded into quantized biases make of them, which is floats again."""
-        biases = foldable_biases(module, GraphInsertion(module, self.program, decisions).foldable())
+        folded = foldable_biases(module, GraphInsertion(module, self.program, decisions).foldable())
+        biases = {state.name for state in self.program.states.values() if not folded.isdisjoint(state.names)}
         rows = decisions.plan.rows
         for number, row in enumerate(rows):
             if row.tensor in biases and row.spec is not None:
@@ -135,9 +145,11 @@ class GraphEngine(Engine):
         return self._paths
 
     def simulators_of(self, model: nn.Module, path: str) -> list[Any]:
-        """Return the simulators whose configuration came from ``path`` or from below it."""
-        below = f"{path}." if path else ""
-        names = [name for name, owner in self._paths.items() if owner == path or owner.startswith(below)]
+        """Return the simulators whose configuration came from ``path`` or from below it, by any of their names."""
+        originals = dict(self.model.named_modules(remove_duplicate=False))
+        inside = set(originals[path].modules()) if path in originals else set()
+        owners = {name for name, original in originals.items() if original in inside}
+        names = [name for name, owner in self._paths.items() if owner in owners]
         modules = dict(model.named_modules(remove_duplicate=False))
         found = [modules[name] for name in names if isinstance(modules.get(name), FakeQuantizeImplBase)]
         return list(dict.fromkeys(found))

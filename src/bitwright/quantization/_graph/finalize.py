@@ -88,6 +88,7 @@ class _Folder:
         self.graph = module.graph
         self.names: dict[tuple[Any, ...], str] = {}
         self.targets: set[str] = set()
+        self.paths: dict[str, list[str]] = {}
 
     def run(self) -> None:
         if FOLDS not in self.module._modules:
@@ -107,7 +108,8 @@ class _Folder:
                 self.graph.erase_node(node)
         self._take_out_of_simulators()
         self.targets = {fold.target for fold in folds.values() if isinstance(fold, WeightFold | BiasFold)}
-        for node, constant in constants.items():
+        # Weights first: their names tell of layers with several, and biases may be new.
+        for node, constant in sorted(constants.items(), key=lambda entry: isinstance(folds[entry[0]], BiasFold)):
             self._replace(node, folds[node], constant)
         del self.module._modules[FOLDS]
         self._drop_unread(read)
@@ -148,16 +150,27 @@ class _Folder:
             number += 1
             name = f"{target}_folded_{number}"
         folded = nn.Parameter(constant.detach(), requires_grad=False)
-        for one in [name, *(self._further_names(raw) if name == raw else ())]:
+        for one in [name, *self._further_names(name, raw)]:
             path, _, attribute = one.rpartition(".")
             self.module.get_submodule(path)._parameters[attribute] = folded
         return name
 
-    def _further_names(self, raw: str) -> list[str]:
-        """Return the other names of a parameter, but for those of other layers that share it and are folded too."""
-        tensor = _state(self.module, raw)
-        named = self.module.named_parameters(remove_duplicate=False)
-        return [name for name, other in named if other is tensor and name != raw and name not in self.targets]
+    def _further_names(self, name: str, raw: str) -> list[str]:
+        """Return what else a folded tensor is called, but for names of other layers that share it and are folded too.
+
+        A bias that the layer did not have gets the names that go with those of its weight.
+        """
+        path, _, attribute = name.rpartition(".")
+        found: list[str] = []
+        if name == raw:
+            tensor = _state(self.module, raw)
+            named = self.module.named_parameters(remove_duplicate=False)
+            found = [further for further, other in named if other is tensor and further != raw]
+            self.paths[path] = [further.rpartition(".")[0] for further in found]
+        elif not raw:
+            further = (f"{other}.{attribute}".lstrip(".") for other in self.paths.get(path, ()))
+            found = [name for name in further if self._is_free(name)]
+        return [name for name in found if name not in self.targets]
 
     def _is_free(self, name: str) -> bool:
         path, _, attribute = name.rpartition(".")
@@ -196,9 +209,10 @@ class _Folder:
             if not node.users and (node.op == "get_attr" or _calls_simulator(self.module, node)):
                 self.graph.erase_node(node)
         still = {id(_state(self.module, str(node.target))) for node in self.graph.find_nodes(op="get_attr")}
+        gone = set(read) - still
         for container in _outside_simulators(self.module):
             for tensors in (container._parameters, container._buffers):
-                for name in [name for name, tensor in tensors.items() if id(tensor) in read and id(tensor) not in still]:
+                for name in [name for name, tensor in tensors.items() if id(tensor) in gone]:
                     del tensors[name]
 
 
