@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bitwright.kernels import Grid, fake_quantize, quantized_weights_kept, saved_as_codes
 from bitwright.kernels.layout import SMALL
@@ -206,6 +207,34 @@ def test_hooks_of_others_keep_what_they_saw(codes):
     assert codes or seen.count(LARGE * LARGE) == 2
     for one, other in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
         assert torch.equal(one, other)
+
+
+class _Counted(nn.Module):
+    """Counts how often a model is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.model(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_computes_its_forward_twice_and_no_oftener(mode):
+    """Nobody asks it for what it keeps, and both passes save as many tensors, the first in a process too."""
+    relu = pytest.importorskip("bitwright.kernels.cpu.relu")
+    model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.ReLU(), nn.Linear(LARGE, LARGE), nn.ReLU())
+    x = torch.randn(LARGE, LARGE, requires_grad=True)
+    quantizer = Quantizer(model, QuantizerConfig(execution_mode=mode))
+    counted = _Counted(quantizer.prepare((x,)))
+    with quantizer.training_mode():
+        relu.relu_node.cache_clear()
+        y = checkpoint(counted, x, use_reentrant=False)
+        assert counted.calls == 1
+        y.sum().backward()
+    assert counted.calls == 2
 
 
 def test_a_layer_whose_input_needs_no_gradient():

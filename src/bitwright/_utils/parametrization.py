@@ -137,6 +137,7 @@ def _quicken(module: nn.Module, name: str) -> None:
             if is_packed(simulators.values()):
                 refuse_merge(_in_words(self, name))
             return _handed_out(original, simulators.values())
+        is_taken = False
         if not is_dynamo_compiling():
             caller = sys._getframe(1)
             code = caller.f_code
@@ -144,6 +145,8 @@ def _quicken(module: nn.Module, name: str) -> None:
                 seen = places_seen.get((id(code), caller.f_lasti))
                 if seen is None or (seen[1] and is_packed(simulators.values())):
                     notice_read(caller, self, name)
+                    seen = places_seen.get((id(code), caller.f_lasti))
+                is_taken = seen is not None and seen[2] and not is_packed(simulators.values())
         plain = original is not None and len(simulators) == 1 and not parametrize._cache_enabled
         if not plain or chain._forward_hooks or chain._forward_pre_hooks:
             run, arguments = generic_read, (self,)
@@ -151,7 +154,7 @@ def _quicken(module: nn.Module, name: str) -> None:
             run, arguments = simulators["0"], (original,)
         # What a simulator calls is no call of the module that reads its weight.
         tensor: torch.Tensor = shielded(run, *arguments) if thread_frames.stack else run(*arguments)
-        return tensor
+        return tensor.clone() if is_taken else tensor  # the simulator may have kept it
 
     def write(self: nn.Module, value: Any) -> None:
         if peft_is_in_use() and is_unloading(sys._getframe(2)):  # behind nn.Module.__setattr__

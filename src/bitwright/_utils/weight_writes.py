@@ -20,13 +20,15 @@ from bitwright.errors import BitwrightWarning
 
 from .packed_weights import is_packed, refuse_write
 
-__all__ = ["NO_WRITES", "next_write", "notice_read", "places_seen"]
+__all__ = ["NO_WRITES", "next_write", "notice_read", "places_seen", "takes_memory"]
 
-#: Places that were looked at, with their code, which so keeps its ``id``, and whether they write.
-places_seen: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+#: Places that were looked at, with their code, which so keeps its ``id``, whether they write, and whether they may
+#: write where no version counter tells of it.
+places_seen: dict[tuple[int, int], tuple[CodeType, bool, bool]] = {}
 _MOST_PLACES = 1 << 16
 #: Methods of a tensor whose names end with "_" though they leave its numbers alone.
 NO_WRITES = frozenset({"requires_grad_", "share_memory_", "rename_"})
+_SHARING = ("data", "detach", "numpy", "__array__")
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"})
 _METHODS = ("LOAD_ATTR", "LOAD_METHOD")
 _KEY_PARTS = ("LOAD_", "BUILD_", "UNARY_", "BINARY_")
@@ -49,7 +51,7 @@ def notice_read(caller: FrameType, module: nn.Module, name: str) -> None:
         refuse_write(f"{name!r} of {layer}")
     if len(places_seen) >= _MOST_PLACES:
         places_seen.clear()
-    places_seen[id(code), offset] = code, write is not None
+    places_seen[id(code), offset] = code, write is not None, write is not None or takes_memory(code, offset)
     if write is None:
         return
     depth = 1
@@ -62,6 +64,13 @@ def notice_read(caller: FrameType, module: nn.Module, name: str) -> None:
         BitwrightWarning,
         stacklevel=depth + 1,
     )
+
+
+def takes_memory(code: CodeType, offset: int) -> bool:
+    """Tell whether the code behind an instruction asks the tensor on the stack for one that shares its memory."""
+    steps = (step for step in dis.get_instructions(code) if step.offset > offset and step.opname not in _SKIPPED)
+    behind = next(steps, None)
+    return behind is not None and behind.opname in _METHODS and behind.argval in _SHARING
 
 
 def next_write(code: CodeType, offset: int) -> str | None:

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from .dispatch import fake_quantize
 from .grid import Grid
 from .layout import SMALL
-from .saved import Substitute, are_unchanged, mark, marking, replace_saved, versions_of
+from .saved import Substitute, are_unchanged, hooked_by_others, mark, marking, replace_saved, versions_of
 from .straight_through import is_straight_through
 
 __all__ = ["forget_weight", "quantized_weights_kept", "remember_making"]
@@ -125,6 +125,8 @@ def forget_weight(result: Any) -> None:
     if is_compiling() or not _waiting.weight:
         return
     _waiting.weight = False
+    if hooked_by_others():  # asking a checkpoint for what it keeps would compute all of it anew
+        return
     node: Any = result.grad_fn if type(result) is torch.Tensor else None
     while node is not None and type(node).__name__ in _VIEWS:
         node = node.next_functions[0][0]

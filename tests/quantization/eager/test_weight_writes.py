@@ -190,6 +190,33 @@ def test_writes_between_steps_are_told(write):
     assert torch.equal(prepared[0].parametrizations.weight.original, before * 0.5)
 
 
+def data_of_variable(layer):
+    weight = layer.weight.data
+    weight.mul_(0.5)
+
+
+def initialised_data(layer):
+    nn.init.constant_(layer.weight.data, 0.1)
+
+
+def numpy_array(layer):
+    layer.weight.detach().numpy()[...] = 0.1
+
+
+@pytest.mark.parametrize("compressor", [Quantizer, KMeansPalettizer])
+@pytest.mark.filterwarnings("ignore:.*which is lost:bitwright.errors.BitwrightWarning")
+def test_what_a_simulator_keeps_is_not_written_to(compressor):
+    """Such writes advance no version counter, and in eval mode without gradients the weight is made once."""
+    x = torch.randn(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    prepared = (quantizer_of(model) if compressor is Quantizer else KMeansPalettizer(model)).prepare((x,))
+    with torch.no_grad():
+        expected = prepared(x)
+        for write in (data_in_place, detached, entry_of_data, data_of_variable, initialised_data, numpy_array):
+            write(prepared[0])
+            assert torch.equal(prepared(x), expected), write.__name__
+
+
 def reads(layer, table):
     table["w"] = layer.weight
     table["w", 0] = layer.weight[0]

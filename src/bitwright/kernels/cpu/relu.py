@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from bitwright.kernels.layout import LANES
-from bitwright.kernels.saved import replace_saved
+from bitwright.kernels.ownership import on_its_own
+from bitwright.kernels.saved import hooked_by_others, replace_saved
 
 from .arithmetic import load
 from .compiling import compiled, inlined
@@ -108,8 +109,12 @@ def signs_part(x: int, dtype: int, signs: int, count: int, parts: int, control: 
 @cache
 def relu_node() -> Any:
     """The class of the graph's nodes for ReLU, whether in place or not."""
-    with torch.enable_grad(), torch.inference_mode(False):
-        return type(torch.relu(torch.zeros(1, device="cpu", requires_grad=True)).grad_fn)
+
+    def probe() -> Any:
+        with torch.enable_grad(), torch.inference_mode(False):
+            return type(torch.relu(torch.zeros(1, device="cpu", requires_grad=True)).grad_fn)
+
+    return on_its_own(probe)
 
 
 def signs_to_keep(x: torch.Tensor) -> torch.Tensor | None:
@@ -124,7 +129,8 @@ def signs_to_keep(x: torch.Tensor) -> torch.Tensor | None:
         Bytes that the caller has to write the signs to, as ``signs_part`` does; None if nothing was changed.
     """
     node: Any = x.grad_fn
-    if type(node) is not relu_node() or _DONE in node.metadata:
+    # Asking for what a checkpoint keeps would compute all of it anew.
+    if type(node) is not relu_node() or _DONE in node.metadata or hooked_by_others():
         return None
     try:
         kept = node._saved_result  # refuses a tensor that has been changed since

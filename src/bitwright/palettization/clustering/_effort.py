@@ -16,7 +16,7 @@ class Effort:
     Attributes:
         limit: atoms that long rows are merged to. The excess error is about 0.2 · (k / limit)².
         tolerance: of the partition, relative to the optimum on those atoms.
-        slack: largest part of the error that may lie inside the atoms; the excess is about a quarter of it.
+        slack: largest part of the error that may lie inside the atoms; the excess is a quarter to a third of it.
     """
 
     limit: int
@@ -46,7 +46,7 @@ def effort_for(n_clusters: int, mode: str) -> Effort:
     if mode == "exact":
         return EXACT
     if n_clusters <= 16:
-        return Effort(4096, 1e-6, 3e-5)
+        return Effort(4096, 1e-6, 2.5e-5)
     if n_clusters <= 64:
         return Effort(8192, 1e-5, 2e-4)
     return Effort(16384, 3e-5, 1e-3)
