@@ -18,6 +18,7 @@ from torch.export.dynamic_shapes import _DerivedDim
 from torch.fx.experimental import _config
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
 from bitwright._utils.call_frames import captured_again_if_corrected
 from bitwright.errors import TraceError
@@ -82,6 +83,7 @@ def _captured(
         without_fake_tensors(model),
         assignments_written(model),
         failed_calls_forgotten(),
+        _checkpoints_called(),
         _registrations(model) as registered,
     ):
         try:
@@ -123,6 +125,23 @@ def _from_two(size: Any) -> Any:
     if type(size) is not torch.export.Dim or size.min >= 2 or size.max <= 2:
         return size
     return torch.export.Dim(size.__name__, min=2, max=size.max)
+
+
+@contextmanager
+def _checkpoints_called() -> Iterator[None]:
+    """Have ``checkpoint(..., use_reentrant=True)`` call its function and do nothing else.
+
+    Its first pass is one without gradients, and would be captured as such: nothing in it, or before it, would train.
+    """
+    own = vars(CheckpointFunction).get("apply")
+    setattr(CheckpointFunction, "apply", staticmethod(lambda function, _, *args: function(*args)))  # noqa: B010
+    try:
+        yield
+    finally:
+        if own is None:
+            del CheckpointFunction.apply  # it is inherited
+        else:
+            setattr(CheckpointFunction, "apply", own)  # noqa: B010
 
 
 @contextmanager

@@ -46,3 +46,36 @@ def test_recomputed_forwards_change_nothing(reentrant: bool, normal_first: bool)
     assert buffers.keys() == expected_buffers.keys()
     for name, buffer in buffers.items():
         assert torch.equal(buffer, expected_buffers[name]), name
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints a layer itself, as transformers' models do, behind another layer."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.reentrant is None:
+            return self.third(self.second(y))
+        return self.third(checkpoint(self.second, y, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_model_checkpoints_trains(reentrant: bool) -> None:
+    """The first pass of a reentrant checkpoint is one without gradients, and is not what the graph computes."""
+    gradients = []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model, x = Checkpointed(kind), torch.randn(3, 4)
+        quantizer = Quantizer(model, QuantizerConfig())
+        prepared: Any = quantizer.prepare((x,))
+        with quantizer.training_mode():
+            prepared(x).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in prepared.named_parameters()})
+    plain, found = gradients
+    assert len(plain) == 6
+    assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
+    assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
