@@ -194,6 +194,29 @@ def test_sizes_are_computed_from_sizes(mode, tmp_path):
     _check(Positions, "w8", mode, shapes, [(2, 8, 4), (2, 2, 4), (2, 5, 4), (2, 32, 4)], tmp_path)
 
 
+class InWindows(nn.Module):
+    """Rows in windows: padded to whole ones, in front, behind or to a given length; pools that round up."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        missing = -y.shape[2] % 4
+        whole = nn.functional.pad(y, (1, 2, 0, missing), value=2.0).unflatten(2, (-1, 4)).mean(3)
+        around = nn.functional.pad(y, (0, 0, missing, 9 - y.shape[2]), value=-0.5)
+        averages = nn.functional.avg_pool2d(y, 2, ceil_mode=True, divisor_override=3)
+        of_values = nn.functional.avg_pool2d(y, 2, 3, 1, ceil_mode=True, count_include_pad=False)
+        return whole, around, averages, of_values, nn.functional.max_pool2d(y, 2, 3, ceil_mode=True)
+
+
+def test_windows_of_free_sizes(tmp_path):
+    """The last window stands out, is full, or begins behind the values."""
+    shapes = ({2: torch.export.Dim.DYNAMIC(min=4, max=16)},)
+    _check(InWindows, "w8", "graph", shapes, [(1, 2, size, 6) for size in (7, 8, 9, 11)], tmp_path)
+
+
 class RotatedWhole(nn.Module):
     """What rotates all columns, as Phi-3 does, and puts behind them the rest: none."""
 

@@ -113,6 +113,9 @@ SHAPES = {
     "an average of three dimensions": lambda x, i: F.avg_pool3d(_pixels(x), 2, ceil_mode=True),
     "an adaptive average of three dimensions": lambda x, i: F.adaptive_avg_pool3d(_pixels(x), (2, 4, 5)),
     "set back to places": lambda x, i: F.max_unpool2d(*F.max_pool2d(_pixels(x), 2, return_indices=True), 2),
+    "fewer windows than sizes rounded up": lambda x, i: sum(
+        F.max_pool2d(_pixels(x)[..., :6], 2, (7, 4), (1, 0), ceil_mode=True, return_indices=True)
+    ),
     "an adaptive maximum": lambda x, i: F.adaptive_max_pool2d(_pixels(x), (4, 5)),
     "resized by a fraction": lambda x, i: F.interpolate(_pixels(x), scale_factor=1.7),
     "resized to a size": lambda x, i: F.interpolate(_pixels(x), size=(7, 14)),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._decomp import decomposition_table
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from bitwright._utils.files import new_file_atomically
 from bitwright.common import ExportBackend
@@ -180,6 +181,7 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     give_parameters(program.graph)
     keep_casts(program.graph)
     _largest_of_smallest(program.graph)
+    _remainders_of_quotients(program.graph)
     _widen_halves(program.graph_module)
     keep_products_apart(program.graph)
     unsqueeze_views(program.graph)
@@ -251,6 +253,26 @@ def _largest_of_smallest(graph: torch.fx.Graph) -> None:
         total.meta, smaller.meta = {"val": values[0] + values[1]}, {"val": torch.sym_min(*values)}  # type: ignore[no-untyped-call]
         larger.meta = dict(node.meta)
         node.replace_all_uses_with(larger)
+        graph.erase_node(node)
+
+
+def _remainders_of_quotients(graph: torch.fx.Graph) -> None:
+    """Write remainders of sizes that may be negative with quotients, in place, as of ``-size % 4``.
+
+    Core AI's runtime gives a remainder the sign of what was divided, and rounds quotients down as Python does.
+    """
+    for node in graph.find_nodes(op="call_function", target=operator.mod):
+        divided, by = node.args
+        value, divisor = (size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in (divided, by))
+        if isinstance(node.meta["val"], torch.Tensor) or statically_known_true(value >= 0):
+            continue
+        with graph.inserting_before(node):
+            quotient = graph.call_function(operator.floordiv, (divided, by))
+            whole = graph.call_function(operator.mul, (quotient, by))
+            remainder = graph.call_function(operator.sub, (divided, whole))
+        quotient.meta, whole.meta = {"val": value // divisor}, {"val": value // divisor * divisor}
+        remainder.meta = dict(node.meta)
+        node.replace_all_uses_with(remainder)
         graph.erase_node(node)
 
 

@@ -97,6 +97,29 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return torch.cat([tensor.to(dtype) for tensor in filled], dim)
 
 
+def _padded(x: Tensor, pad: Sequence[int], value: float = 0) -> Any:
+    """Values around a tensor, as many as a free size asks for; coreai-torch wants to know how many.
+
+    They stand where the first element is copied to. Joined to the tensor, none at all would be taken for some.
+    """
+    if all(isinstance(size, int) for size in pad):
+        return NotImplemented
+    known = [size if isinstance(size, int) else 0 for size in pad]
+    x = _aten.constant_pad_nd.default(x, known, value) if any(known) else x
+    around, first = x.new_full((), value), torch.zeros((), dtype=torch.int64, device=x.device)
+    for number, sizes in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        before, after = (0 if isinstance(size, int) else size for size in sizes)
+        if isinstance(before, int) and isinstance(after, int):
+            continue
+        dim = x.dim() - 1 - number
+        length = x.shape[dim]
+        places = torch.arange(before + length + after, device=x.device) - before
+        inside = torch.logical_and(places >= 0, places < length)
+        x = x.index_select(dim, torch.where(inside, places, first))
+        x = torch.where(inside.reshape([-1] + [1] * number), x, around)
+    return x
+
+
 def _of_rows(op: Any) -> Callable[..., Any]:
     """How a number is reduced: as a row of one; coreai-torch ends the process where there is no dimension to reduce."""
 
@@ -106,12 +129,40 @@ def _of_rows(op: Any) -> Callable[..., Any]:
     return reduced
 
 
-def _max_pool(x: Tensor, *args: Any, **options: Any) -> Any:
-    """A pool over one picture, of which coreai-torch wants several."""
-    if x.dim() != 3:
+def _max_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    """A pool over one picture, of which coreai-torch wants several; or one that has fewer windows than rounded up.
+
+    coreai-torch counts windows too that would begin behind the values.
+    """
+    op = _aten.max_pool2d_with_indices.default
+    kernel, steps, padding, dilation = (
+        for_each_dimension(given, 2) for given in (kernel, stride or kernel, padding, dilation)
+    )
+    if x.dim() == 3:
+        results = op(x.unsqueeze(0), kernel, steps, padding, dilation, ceil_mode)
+        return tuple(result.squeeze(0) for result in results)
+    if not ceil_mode or not x.is_floating_point():
         return NotImplemented
-    results = _aten.max_pool2d_with_indices.default(x.unsqueeze(0), *args, **options)
-    return tuple(result.squeeze(0) for result in results)
+    lengths = [(length - 1) * space + 1 for length, space in zip(kernel, dilation, strict=True)]
+    outside = list(map(_outside, x.shape[-2:], padding, lengths, steps))
+    fewer = (
+        more < 0 if isinstance(more, int) else pad + step > length
+        for more, pad, step, length in zip(outside, padding, steps, lengths, strict=True)
+    )
+    if not any(fewer):
+        return NotImplemented
+    around = [(pad, pad + more) for pad, more in zip(padding, outside, strict=True)]
+    padded = torch.nn.functional.pad(x, _flat(around), value=-math.inf)
+    values, places = op(padded, kernel, steps, (0, 0), dilation)
+    rows, columns = places // padded.shape[-1] - padding[0], places % padded.shape[-1] - padding[1]
+    return values, rows * x.shape[-1] + columns
 
 
 def _adaptive_average_pool(x: Tensor, output_size: Sequence[int]) -> Any:
@@ -202,12 +253,7 @@ def _average_pool(op: Any, dims: int) -> Callable[..., Any]:
         sizes = list(x.shape[-dims:])
         outside = [0] * dims
         if ceil_mode:
-            if not all(isinstance(size, int) for size in sizes):
-                return NotImplemented
-            outside = [
-                _outside(size + 2 * pad, length, step, size + pad)
-                for size, pad, length, step in zip(sizes, padding, kernel, steps, strict=True)
-            ]
+            outside = list(map(_outside, sizes, padding, kernel, steps))
         around = [(pad, pad + more) for pad, more in zip(padding, outside, strict=True)]
         average = op(torch.nn.functional.pad(x, _flat(around)), kernel, steps)
         if divisor:
@@ -221,12 +267,14 @@ def _average_pool(op: Any, dims: int) -> Callable[..., Any]:
     return averaged
 
 
-def _outside(size: int, length: int, step: int, last_start: int) -> int:
-    """How far the last window reaches past a padded dimension if sizes are rounded up."""
-    count = -((length - size) // step) + 1
-    if (count - 1) * step >= last_start:  # it would begin behind the values
-        count -= 1
-    return max(0, (count - 1) * step + length - size)
+def _outside(size: Any, padding: int, length: int, step: int) -> Any:
+    """How far the last window reaches past a padded dimension if sizes are rounded up.
+
+    It is less than 0 where another one would only begin behind the values: so many of these are in no window.
+    """
+    around = size + 2 * padding
+    count = torch.sym_min(-((length - around) // step) + 1, -(-(size + padding) // step))  # type: ignore[no-untyped-call]
+    return (count - 1) * step + length - around
 
 
 def _flat(around: Sequence[tuple[int, int]]) -> list[int]:
@@ -445,6 +493,7 @@ RIGHT_IN_COREAI: dict[Any, Callable[..., Any]] = {
     _aten.avg_pool3d.default: _average_pool(_aten.avg_pool3d.default, 3),
     _aten.bitwise_not.default: _complement,
     _aten.cat.default: _concatenated,
+    _aten.constant_pad_nd.default: _padded,
     _aten.div.Tensor: _integers_with_number(_aten.div.Tensor),
     _aten.expand.default: _expand,
     _aten.gather.default: gather,
