@@ -501,3 +501,22 @@ def test_unknown_options_are_refused(tmp_path):
     model, x = built(Mlp)
     with pytest.raises(ValueError, match="int4 must be"):
         _exported(prepared(model, x, W8)[1], x, tmp_path, int4="gptq")
+
+
+class InChunks(nn.Module):
+    """Three parts of a length that only the inputs tell."""
+
+    def forward(self, x):
+        first, _, last = x.chunk(3, 1)
+        return first + 1, last * 2
+
+
+def test_parts_of_a_dynamic_size_are_written(tmp_path):
+    """onnxscript's optimizer fails at splits into parts of one computed length."""
+    x = torch.randn(2, 9, 4)
+    shapes = ({1: torch.export.Dim.DYNAMIC},)
+    path = export_onnx(InChunks().eval(), (x,), tmp_path / "m.onnx", dynamic_shapes=shapes)
+    for size in (9, 10, 7):
+        x = torch.randn(2, size, 4)
+        for found, expected in zip(run_onnx(path, (x,)), InChunks()(x), strict=True):
+            assert torch.equal(found, expected)

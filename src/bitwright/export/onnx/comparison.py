@@ -207,8 +207,14 @@ class _Replayed(nn.Module):
         for call in self._calls:
             if call.x.shape == x.shape and torch.equal(call.x, x):
                 return call.use
-        use = len({call.use for call in self._calls if call.use is not None})
-        return use if use < len(self._found) and self._found[use][0].numel() == x.numel() else None
+        start = 1 + max((call.use for call in self._calls if call.use is not None), default=-1)
+        uses = range(start, len(self._found))
+        use = next((use for use in uses if self._found[use][0].numel() == x.numel()), None)
+        if use is None:
+            return None
+        # The file has no use of what quantizes codes to the same codes.
+        joined = torch.equal(self._simulator(x), x) and not torch.equal(self._in_file(use).reshape(x.shape), x.float())
+        return None if joined else use
 
     def _in_file(self, use: int) -> torch.Tensor:
         """What the codes of a use stand for, in float32."""

@@ -29,6 +29,7 @@ from .names import check_names, distinct_output_names, give_names
 from .narrow_integers import widen_integers
 from .nbits import use_matmul_nbits
 from .products import use_exact_products
+from .requantization import join_quantizers, move_pools, use_tables
 from .stand_ins import ACTIVATION, DOMAIN, WEIGHT, ActivationStandIn, WeightStandIn, meaning
 from .tracing import MIN_OPSET, traced
 from .unsigned import use_fitting_weights
@@ -180,13 +181,18 @@ def _check_written_opset(model: Any, asked: int) -> None:
 def _choose_kernels(graph: Any, integer_kernels: bool | str, unsigned: bool) -> None:
     """Let ONNX Runtime see the operators that it shall run on codes, and no others."""
     if not integer_kernels:
+        move_pools(graph, integer_kernels=False)
+        join_quantizers(graph)
         keep_all_apart(graph)
         return
     if integer_kernels == "exact":
         use_exact_products(graph, "all")
     else:
         use_exact_products(graph, "quick" if integer_kernels is True and unsigned else "overflowing")
+    move_pools(graph, integer_kernels=True)
+    join_quantizers(graph)
     keep_misfits_apart(graph)
+    use_tables(graph)
     use_fitting_weights(graph, halved=integer_kernels != "fused")
 
 

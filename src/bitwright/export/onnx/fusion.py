@@ -60,7 +60,8 @@ def keep_misfits_apart(graph: Any) -> None:
     """
     for node in list(graph):
         if node.op_type == "DequantizeLinear":
-            _put_barrier(graph, node, [use for use in node.outputs[0].uses() if _misfit(node, use.node, use.idx)])
+            misfits = [use for use in node.outputs[0].uses() if _misfit(node, use.node, use.idx)]
+            _put_barrier(graph, node, [use for use in misfits if not _put_barrier_behind(graph, use)])
 
 
 def keep_moved_batches_apart(graph: Any) -> None:
@@ -125,6 +126,27 @@ def _put_barrier(graph: Any, node: Any, uses: Sequence[Any]) -> None:
     value = barrier.outputs[0]
     for use in uses:
         use.node.replace_input_with(use.idx, value)
+
+
+def _put_barrier_behind(graph: Any, use: Any) -> bool:
+    """Part a float convolution of codes from what quantizes its result, if there is nothing else behind it.
+
+    A leaky ReLU with a slope of one does nothing, and runs within the convolution, so that it takes no time.
+    """
+    conv, y = use.node, use.node.outputs[0]
+    readers = [other.node.op_type for other in y.uses()]
+    is_float = y.dtype is not None and y.dtype.name == "FLOAT" and y not in graph.outputs
+    if conv.op_type != "Conv" or use.idx != 0 or not is_float or not {"MaxPool", "QuantizeLinear"}.issuperset(readers):
+        return False
+    ir = require("onnx_ir", "onnx", "Export to ONNX")
+    barrier = ir.node("LeakyRelu", [y], {"alpha": 1.0}, name=f"{conv.name}_apart")
+    value = barrier.outputs[0]
+    value.name, value.shape, value.type = f"{conv.name}_apart_output", y.shape, y.type
+    for other in list(y.uses()):
+        if other.node is not barrier:
+            other.node.replace_input_with(other.idx, value)
+    graph.insert_after(conv, barrier)
+    return True
 
 
 def _misfit(node: Any, user: Any, position: int) -> bool:

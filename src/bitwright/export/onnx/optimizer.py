@@ -1,14 +1,15 @@
-"""The optimizer of torch.onnx, kept from dropping small numbers."""
+"""The optimizer of torch.onnx, kept from dropping small numbers, and from failing at parts of computed lengths."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from bitwright.export.extras import require
 
-__all__ = ["exact_constants"]
+__all__ = ["computed_splits", "exact_constants"]
 
 
 @contextlib.contextmanager
@@ -35,3 +36,28 @@ def _zeros_and_ones() -> list[Any]:
     nodes = [node for rule in rules for node in getattr(rule, "_target_pattern", ())]
     values = {id(value): value for node in nodes for value in node.inputs if hasattr(value, "_abs_tol")}
     return [value for value in values.values() if getattr(value, "value", None) in (0, 1)]
+
+
+@contextlib.contextmanager
+def computed_splits() -> Iterator[None]:
+    """Let onnxscript leave splits into parts whose one length is computed, as ``chunk`` of a dynamic size makes them.
+
+    It reads the length's value, which there is none of. ONNX Runtime has the operator that stays.
+    """
+    folding = require("onnxscript.optimizer._constant_folding", "onnx", "Export to ONNX")
+    evaluators = getattr(getattr(folding, "registry", None), "op_evaluators", {}).get(("", "SplitToSequence"), [])
+    functions = [evaluator.function for evaluator in evaluators]
+    for evaluator in evaluators:
+        evaluator.function = partial(_split, evaluator.function)
+    try:
+        yield
+    finally:
+        for evaluator, function in zip(evaluators, functions, strict=True):
+            evaluator.function = function
+
+
+def _split(fold: Callable[..., Any], node: Any, *state: Any) -> Any:
+    length = node.inputs[1] if len(node.inputs) > 1 else None
+    if length is not None and length.const_value is None and length.shape is not None and len(length.shape) == 0:
+        return None
+    return fold(node, *state)

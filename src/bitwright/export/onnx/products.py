@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .builder import NodeBuilder, drop_unread_initializers, drop_unread_nodes, replace_value
-from .fusion import constant_behind, fits_integer_kernel, keep_apart, quantized_by
+from .fusion import constant_behind, fits_integer_kernel, quantized_by
 
 __all__ = ["use_exact_products"]
 
@@ -133,9 +133,10 @@ def use_exact_products(graph: Any, which: Literal["all", "quick", "overflowing"]
         graph: an ``onnx_ir.Graph``; changed in place.
         which: of all layers with such biases; of those whose exact form is as quick, and of the others, too, where
             they are at most a quarter of the work, or so few that any form takes a fraction of a millisecond; or of
-            those only whose bias overflows.
+            those only whose bias overflows. Convolutions without a bias that are as quick in floating point are kept
+            there in the first two cases.
     """
-    layers = _layers_with_rounded_biases(graph)
+    layers = _inexact_or_slow_layers(graph)
     if which == "quick":
         slow = [layer for layer in layers if not (layer.has_fast_form or layer.is_fast_in_float)]
         few = _FEW if all(layer.has_known_size for layer in slow) else 0
@@ -147,7 +148,7 @@ def use_exact_products(graph: Any, which: Literal["all", "quick", "overflowing"]
     for number, layer in enumerate(layers):
         build = NodeBuilder(graph, layer.node, f"{layer.weight.inputs[0].name}_exact", number)
         if not layer.has_fast_form:
-            _keep_float(build, graph, layer)
+            _keep_float(build, layer)
             continue
         rows = _convolved(build, layer) if layer.node.op_type == "Conv" else _multiplied(build, layer)
         rank = len(layer.shape)
@@ -160,9 +161,11 @@ def use_exact_products(graph: Any, which: Literal["all", "quick", "overflowing"]
     drop_unread_initializers(graph)
 
 
-def _layers_with_rounded_biases(graph: Any) -> list[_Layer]:
+def _inexact_or_slow_layers(graph: Any) -> list[_Layer]:
+    """Layers whose biases integer kernels would round, and convolutions that these would slow down."""
     found = (_layer(node) for node in graph if node.op_type in ("Gemm", "MatMul", "Conv"))
-    return [layer for layer in found if layer is not None and layer.rounds_bias]
+    layers = [layer for layer in found if layer is not None]
+    return [layer for layer in layers if layer.rounds_bias or (layer.is_fast_in_float and not layer.has_fast_form)]
 
 
 def _layer(node: Any) -> _Layer | None:
@@ -177,6 +180,8 @@ def _layer(node: Any) -> _Layer | None:
         bias, result = _added(node)
     elif node.op_type == "Gemm" and not _is_plain(node):
         return None
+    if bias is None and node.op_type == "Conv":
+        return _Layer(node, x, weight, np.zeros(len(constant_behind(weight.inputs[0]).numpy()), np.float32), result)
     if bias is None or bias.const_value is None:
         return None
     values: np.ndarray[Any, Any] = bias.const_value.numpy()
@@ -261,8 +266,11 @@ def _patches(build: NodeBuilder, layer: _Layer, codes: Any, axes: Sequence[int])
     return build("Concat", parts, {"axis": len(axes) + 1})
 
 
-def _keep_float(build: NodeBuilder, graph: Any, layer: _Layer) -> None:
-    """Multiply in floating point, with a weight that ONNX Runtime can dequantize once and for all."""
+def _keep_float(build: NodeBuilder, layer: _Layer) -> None:
+    """Multiply in floating point, with a weight that ONNX Runtime can dequantize once and for all.
+
+    Being none of codes, it is kept from the integer kernels (``keep_misfits_apart``).
+    """
     codes, scale, *points = layer.weight.inputs
     shape = [-1] + [1] * (len(layer.shape) - 1)
     weight = build("Cast", [codes], {"to": 1})
@@ -272,4 +280,3 @@ def _keep_float(build: NodeBuilder, graph: Any, layer: _Layer) -> None:
     factors = scale.const_value.numpy().reshape(shape)
     weight = build("Mul", [weight, build.initializer(torch.from_numpy(factors), "float_scale")])
     layer.node.replace_input_with(1, weight)
-    keep_apart(graph, layer.x, layer.node)

@@ -34,7 +34,7 @@ from bitwright.program.export_errors import sizes_refused
 from bitwright.program.input_shapes import each_input_named
 
 from .kernels import check_kernels
-from .optimizer import exact_constants
+from .optimizer import computed_splits, exact_constants
 from .recurrent import PROJECTED
 from .sizes import sizes_as_asked
 from .torchlib import registry_kept, torchs_registry
@@ -97,6 +97,7 @@ def _traced(
             _quiet(),
             sizes_as_asked() as fixed,
             exact_constants(),
+            computed_splits(),
             registry_kept(),
             inputs_unmarked(args, kwargs),
             assignments_written(model) if isinstance(model, nn.Module) else contextlib.nullcontext(),

@@ -29,7 +29,7 @@ from .norms import batch_norm
 from .pools import MAXIMA, average_pool, max_pool
 from .recurrent import lstm
 from .resizing import ANTIALIASED, antialiased
-from .shapes import SQUEEZES
+from .shapes import SIZES, SQUEEZES
 from .shifts import SHIFTS, shift
 from .sorts import sort_stably
 from .torchlib import torchs_translation
@@ -62,6 +62,7 @@ def translations(opset: int | None) -> dict[Any, Callable[..., Any]]:
         aten.sort.stable: sort_stably(opset),
         aten.scaled_dot_product_attention.default: attention(opset),
         aten.masked_select.default: masked_select,
+        **SIZES,
         **SQUEEZES,
         **{overload: max_pool(overload, opset) for overload in MAXIMA},
         **{overload: antialiased(overload, opset) for overload in ANTIALIASED},
