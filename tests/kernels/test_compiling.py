@@ -173,11 +173,11 @@ def test_where_no_lock_is_to_be_had_functions_are_compiled(
     assert bool(asked) == (trouble != "no file")
 
 
-@pytest.mark.parametrize("trouble", ["gone", "full", "cut off", "index cut off"])
+@pytest.mark.parametrize("trouble", ["gone", "full", "not found again", "cut off", "index cut off"])
 def test_files_of_machine_code_keep_nobody_from_compiling(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder that is gone or full by then is said, a file that was cut off is made anew."""
+    """A folder that is gone or full by then is said, and so is code that numba lost; a cut off file is made anew."""
     monkeypatch.setenv("BITWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     add = compiling.compiled(_add)
     if trouble == "gone":
@@ -186,11 +186,14 @@ def test_files_of_machine_code_keep_nobody_from_compiling(
             folder.write_text("")
     if trouble == "full":
         monkeypatch.setattr(add._cache._cache_file, "_dump", _no_space)
+    if trouble == "not found again":
+        monkeypatch.setattr(add._cache._impl, "reduce", _no_object)
     with caplog.at_level(logging.WARNING):
         assert add(1, 2) == 3
     assert ("No space left" in caplog.text) == (trouble == "full")
-    assert ("Compiled functions of kernels cannot be kept" in caplog.text) == (trouble in ("gone", "full"))
-    if trouble in ("gone", "full"):
+    not_kept = trouble in ("gone", "full", "not found again")
+    assert ("Compiled functions of kernels cannot be kept" in caplog.text) == not_kept
+    if not_kept:
         return
     (file,) = (tmp_path / "cache").rglob("*.nbi" if trouble == "index cut off" else "*.nbc")
     file.write_bytes(file.read_bytes()[:5])
@@ -208,6 +211,10 @@ def test_the_folder_may_be_named_from_home(tmp_path: Path, monkeypatch: pytest.M
     folder = compiling._cache_folder(package(tmp_path / "sums", "a = 1"))
     assert folder is not None
     assert Path(folder).parent == tmp_path / "cache"
+
+
+def _no_object(_: object) -> bytes:
+    raise RuntimeError("no compiled object yet")
 
 
 def _no_space(_: object) -> bytes:

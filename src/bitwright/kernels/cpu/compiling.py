@@ -142,7 +142,7 @@ def _keep_if_possible(dispatcher: Any, folder: Path) -> None:
     def save_if_possible(signature: Any, made: Any) -> None:
         try:
             save(signature, made)
-        except OSError as error:
+        except Exception as error:  # of the disk, or numba's, which may not find again what it has compiled
             _say_not_kept(folder.name.rpartition("-")[0], str(error))
 
     cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
