@@ -31,6 +31,7 @@ from bitwright.planning import Problem, Severity
 from bitwright.program.dynamic_marks import inputs_unmarked
 from bitwright.program.export_errors import UnknownClassError, not_a_tuple, sizes_refused, unknown_class
 from bitwright.program.exporting import exported
+from bitwright.program.free_batch import write_batch_in_graph
 from bitwright.program.keyword_names import keywords_read
 from bitwright.program.unlift import reserved_state
 
@@ -380,6 +381,7 @@ def finalized_copy(model: nn.Module, backend: ExportBackend) -> nn.Module:
     from .graph import finalize_graph
 
     twin: fx.GraphModule = folded_copy(model)  # type: ignore[arg-type]
+    write_batch_in_graph(twin)
     found = GraphSimulators.of(twin)
     if found.weights or found.activations:
         return finalize_graph(twin, backend)

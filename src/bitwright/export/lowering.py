@@ -20,6 +20,7 @@ from bitwright.artifact import CompressedTensor, DenseTensor, QuantizedActivatio
 from bitwright.artifact.graph_sites import GraphSimulators, state_of
 from bitwright.artifact.packed import replace_weight
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
+from bitwright.program.free_batch import write_batch_in_graph
 from bitwright.quantization.spec.fake_quantize import FakeQuantizeImplBase
 
 from .conversion import is_prepared_graph, refuse_finalized, refuse_inner_graphs
@@ -106,6 +107,7 @@ def _lower_graph(model: fx.GraphModule, make_weight: MakeWeight, make_activation
     from bitwright.quantization._graph.finalize import folded_copy
 
     twin: fx.GraphModule = folded_copy(model)
+    write_batch_in_graph(twin)
     lowered = LoweredModel(twin)
     found = GraphSimulators.of(twin)
     names_of = parameter_names(twin)

@@ -9,6 +9,7 @@ from torch import fx, nn
 from bitwright._utils.parametrization import clear_parametrization
 from bitwright.artifact.sites import activation_simulators, simulators_in, weight_sites
 from bitwright.config.spec import CompressionSimulatorBase
+from bitwright.program.free_batch import write_batch_in_graph
 
 from .conversion import is_prepared_graph
 from .eager import replace_modules
@@ -40,6 +41,7 @@ def _float_graph(model: fx.GraphModule) -> fx.GraphModule:
     from bitwright.quantization._graph.finalize import folded_copy
 
     twin: fx.GraphModule = folded_copy(model)
+    write_batch_in_graph(twin)
     for node in list(twin.graph.nodes):
         if node.op == "call_module" and isinstance(_called(twin, node), CompressionSimulatorBase):
             node.replace_all_uses_with(node.args[0])

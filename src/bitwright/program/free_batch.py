@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .graph_record import copy_graph
 
-__all__ = ["FREE_BATCH", "FreeBatch", "free_batch", "graph_to_call"]
+__all__ = ["FREE_BATCH", "FreeBatch", "free_batch", "graph_to_call", "write_batch_in_graph"]
 
 FREE_BATCH = "_free_batch"
 """Attribute of a graph module with its ``FreeBatch``."""
@@ -189,6 +189,18 @@ def graph_to_call(module: fx.GraphModule) -> fx.Graph:
         module.__dict__.pop("_other_batches", None)
         return module.graph
     return graph
+
+
+def write_batch_in_graph(module: fx.GraphModule) -> None:
+    """Have the graph of a copy compute the sizes that follow the batch, for ``torch.export``, which runs the graph.
+
+    Its code is to be generated afterwards.
+    """
+    if FREE_BATCH in module.__dict__:
+        graph = graph_to_call(module)
+        module.__dict__.pop(FREE_BATCH, None)
+        module._graph = graph
+        graph.owning_module = module
 
 
 def _computed(graph: fx.Graph, batch: fx.Node, factor: int, offset: int, divisor: int) -> fx.Node:

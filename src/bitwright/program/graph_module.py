@@ -101,9 +101,17 @@ class TracedGraphModule(fx.GraphModule):
         own, self._graph = self._graph, called
         try:
             with short, keywords_read():
-                return super().recompile()
+                code = super().recompile()
         finally:
             self._graph = own
+        if called is not own:  # torch.compile reads metadata of the graph's own nodes by the lines of their code
+            places = {node.name: place for place, node in enumerate(own.nodes)}
+            names = [node.name for node in called.nodes]
+            lines: dict[int, int | None] = self._lineno_map or {}
+            self._lineno_map = {
+                line: None if place is None else places.get(names[place]) for line, place in lines.items()
+            }
+        return code
 
     def _callers(self) -> tuple[Caller, Caller, Mapping[str, Any], Callable[[Any], None]]:
         """What generated code calls simulators by (for an argument that is needed further, and for another), and more.

@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from bitwright.common import ExportBackend
+from bitwright.export.targets import TARGETS
 from bitwright.quantization import Quantizer, QuantizerConfig
 
 
@@ -382,3 +384,28 @@ def test_one_row_lacks_what_would_do_nothing_there() -> None:
     prepared = prepared_for(model, batch(1))
     for size in (9, 3, 1):
         torch.testing.assert_close(prepared(batch(size)), rows(model.layer, batch(size)), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("target", ["torch", "onnx", "coreai"])
+def test_files_are_written_for_other_batches(target: str, tmp_path: Path) -> None:
+    """Of a size that the graph follows, and of any, although one was captured."""
+    writer = TARGETS[target]
+    if writer.missing() is not None or writer.run is None:
+        pytest.skip("not installed")
+    torch.manual_seed(0)
+    prepared = prepared_for(Recurrent().eval(), batch(1))
+    prepared(batch(8))
+    for number, shapes in enumerate((None, ({0: torch.export.Dim("batch", min=2, max=16)},))):
+        path = writer.write(prepared, (batch(8),), tmp_path / f"{number}{writer.suffix}", {}, shapes)
+        for size in (8,) if shapes is None else (8, 3):
+            x = batch(size)
+            torch.testing.assert_close(writer.run(path, (x,))[0], prepared(x), atol=1e-5, rtol=1e-4)
+
+
+def test_graphs_that_follow_the_batch_are_compiled() -> None:
+    """torch.compile reads the graph's metadata by the lines of its code, which are more than it has nodes."""
+    torch.manual_seed(0)
+    prepared = prepared_for(attention().eval(), batch(1))
+    expected = prepared(batch(8))
+    compiled = torch.compile(prepared, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch(8)), expected)
