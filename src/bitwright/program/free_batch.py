@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -89,8 +89,13 @@ class FreeBatch:
         """Return the batch of flattened inputs."""
         return int(leaves[self.input].shape[0])
 
-    def applied(self, graph: fx.Graph) -> fx.Graph | None:
-        """Return a copy of a graph that reads the batch from its input; None where a node is not there any more."""
+    def applied(self, graph: fx.Graph, known: Collection[int] | None = None) -> fx.Graph | None:
+        """Return a copy of a graph that reads the batch from its input; None where a node is not there any more.
+
+        Args:
+            graph: is copied.
+            known: the batches that the copy may have; None where somebody else sees to that.
+        """
         twin = copy_graph(graph)
         nodes = {node.name: node for node in twin.nodes}
         inputs = [node for node in twin.nodes if node.op == "placeholder"]
@@ -102,6 +107,9 @@ class FreeBatch:
         made: dict[tuple[int, int, int], fx.Node] = {}
         with twin.inserting_after(inputs[-1]):
             batch = twin.call_function(torch.ops.aten.sym_size.int, (inputs[self.input], 0))
+        if known is not None:
+            with twin.inserting_after(batch):
+                batch = twin.call_function(_known_batch, (batch, tuple(sorted(known))))
         for size in self.sizes:
             rule = size.factor, size.offset, size.divisor
             if rule not in made:
@@ -194,13 +202,35 @@ def graph_to_call(module: fx.GraphModule) -> fx.Graph:
 def write_batch_in_graph(module: fx.GraphModule) -> None:
     """Have the graph of a copy compute the sizes that follow the batch, for ``torch.export``, which runs the graph.
 
-    Its code is to be generated afterwards.
+    It takes the batches that were compared with the model, and no others: a size that was seen to be on a line for some
+    may leave it for another. Its code is to be generated afterwards.
     """
-    if FREE_BATCH in module.__dict__:
-        graph = graph_to_call(module)
-        module.__dict__.pop(FREE_BATCH, None)
+    free: FreeBatch | None = module.__dict__.pop(FREE_BATCH, None)
+    if free is None:
+        return
+    shapes: Mapping[tuple[Any, ...], bool] = module.__dict__.get("_other_batches", {})
+    known = {came[free.input][0] for came, holds in shapes.items() if holds}
+    check: Any = module._input_check
+    graph = free.applied(module.graph, known | {check.shapes[free.input].dimensions[0].size})
+    if graph is not None:
         module._graph = graph
         graph.owning_module = module
+
+
+def _known_batch(batch: Any, known: tuple[int, ...]) -> int:
+    """Return a batch that is known to be right.
+
+    Raises:
+        ValueError: it is another one, or one that varies.
+    """
+    if type(batch) is int and batch in known:
+        return batch
+    sizes = ", ".join(map(str, known))
+    raise ValueError(
+        f"The sizes in this graph follow the batch; they were compared with the model for batches of {sizes}, and not "
+        f"for {batch}. To write one of another size, call the prepared model once with it before; for any size, pass "
+        "dynamic_shapes to prepare()."
+    )
 
 
 def _computed(graph: fx.Graph, batch: fx.Node, factor: int, offset: int, divisor: int) -> fx.Node:
